@@ -1,0 +1,114 @@
+"""What is remembered of a run and of each of its steps. Plain data, no torch.
+
+Everything gradveil later says about privacy is computed from these records and from nothing else.
+Clip, noise and accounting read the same record, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FORMAT_VERSION = 1
+
+Guarantee = Literal["proved", "paper-only", "none"]
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideRelease:
+    """Something released beside the gradient, such as the noised counts of quantile clipping.
+
+    ``sensitivity`` is the l2 norm by which one added or removed example can move the whole vector;
+    replacing one example moves it by at most twice that.
+    """
+
+    name: str
+    values: tuple[float, ...]
+    sensitivity: float
+    noise_std: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """One step's release: noise of std ``noise_std[g]`` on a sum whose examples are clipped to ``clip[g]``.
+
+    ``clip`` holds the bound that was enforced on each group (for adaclip: on the whitened gradient, in
+    whose coordinates ``noise_std`` is given too). ``sensitivity`` holds the S that the strategy
+    multiplied sigma with: equal to ``clip`` for every proved strategy, a function of the batch for l2-max.
+    ``scale_is_public`` says whether ``noise_std`` is a function of public schedules and of already
+    private outputs only. ``sampler`` is "unknown" where the batch did not come from gradveil's sampler.
+    """
+
+    step: int
+    sampler: str
+    sample_rate: float
+    expected_batch_size: float
+    clip: tuple[float, ...]
+    sensitivity_rule: str
+    sensitivity: tuple[float, ...]
+    sigma: float
+    noise_std: tuple[float, ...]
+    scale_is_public: bool
+    side: tuple[SideRelease, ...] = ()
+    recovered: bool = False  # written in place of a line that a crash cut in half; counted as spent
+
+    @property
+    def multiplier(self) -> float:
+        """Noise multiplier of the whole release relative to its joint sensitivity (add or remove one).
+
+        For M groups clipped at C with noise sigma C this is sigma / sqrt(M); side releases lower it further.
+        """
+        inverse_square = sum((c / s) ** 2 if s > 0 else math.inf for c, s in zip(self.clip, self.noise_std, strict=True))
+        inverse_square += sum((r.sensitivity / r.noise_std) ** 2 if r.noise_std > 0 else math.inf for r in self.side)
+        return 1.0 / math.sqrt(inverse_square) if inverse_square > 0 else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Release:
+        settings = {key: _tuples(value) for key, value in data.items()}
+        settings["side"] = tuple(SideRelease(**{k: _tuples(v) for k, v in s.items()}) for s in data.get("side", ()))
+        return cls(**settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHeader:
+    """First record of a ledger: what the whole run declared before its first step.
+
+    ``groups`` names the clipping groups in the order of every release's ``clip`` and ``noise_std``.
+    ``plan`` describes the public schedules (``clip``, ``sigma`` as schedule dictionaries,
+    ``fixed_variance``), so that steps that were declared but not taken can be charged.
+    ``stopping`` is "none", "public" (stops on data declared public) or "private" (all steps are charged).
+    """
+
+    strategy: str
+    guarantee: Guarantee
+    groups: tuple[str, ...]
+    population: int
+    sampling: str
+    sample_rate: float
+    expected_batch_size: float
+    steps: int
+    delta: float
+    seeded: bool
+    plan: Mapping[str, Any]
+    stopping: str = "none"
+    format_version: int = FORMAT_VERSION
+    gradveil_version: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunHeader:
+        settings = dict(data)
+        settings["groups"] = tuple(settings["groups"])
+        return cls(**settings)
