@@ -1,0 +1,19 @@
+"""Per-example clipping inside one backward pass, and the oracle it is checked against."""
+
+from gradveil.clipping.clipper import Clipper, Harvest
+from gradveil.clipping.groups import CLIPPINGS, Clipping, Group, make_groups
+from gradveil.clipping.reference import Reference, clipped_sums
+from gradveil.clipping.support import check_module, fix
+
+__all__ = [
+    "CLIPPINGS",
+    "Clipper",
+    "Clipping",
+    "Group",
+    "Harvest",
+    "Reference",
+    "check_module",
+    "clipped_sums",
+    "fix",
+    "make_groups",
+]

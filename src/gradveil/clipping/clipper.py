@@ -1,0 +1,460 @@
+"""Per-example clipping inside one backward pass.
+
+Formal guarantee. After ``loss.backward()``, the ``.grad`` of every trainable parameter is the sum over
+the examples of the batch of their clipped gradients: example i contributes, to group g, its gradient
+of its own loss scaled by min(1, C_g / norm), so that its l2 norm over the parameters of g is at most
+C_g. Adding or removing one example therefore changes the sums by at most C_g in group g.
+
+    an example whose gradient is not finite in a group   contributes zero there, and is counted
+    an example whose gradient is zero                     contributes zero
+    an empty batch                                        the sums are exactly zero
+    a parameter used several times in a pass              the norm is that of the sum of its uses
+    a parameter used outside its module's forward         refused: that use could not be clipped
+    the same pass differentiated twice                    refused: contributions would add up to 2 C_g
+
+How. The forward of each unit (see units.py) is replaced, on the instance, by one that goes through an
+autograd function; its backward gets the layer's input and output gradient, from which a rule (uses.py)
+computes norms and the clipped sum. The ordinary weight gradient is never computed. Groups that lie
+inside one layer are clipped on the spot; groups that span layers, or layers used twice, are kept and
+clipped when the backward pass ends.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
+
+from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
+from gradveil.clipping.function import FunctionCall, OutputPlan
+from gradveil.clipping.groups import Group
+from gradveil.clipping.support import check_module
+from gradveil.clipping.units import Unit, find_units
+from gradveil.clipping.uses import CombinedUse, Conv2dUse, LinearUse, Use, Weigh, WhitenedUse
+from gradveil.errors import PrivacyViolation, UnsupportedModelError
+
+Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
+
+
+class Pass:
+    """One forward call of the model with gradients enabled, and the backward pass that follows it."""
+
+    def __init__(self, batch: int, *, empty: bool) -> None:
+        self.batch = batch
+        self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
+        self.calls: dict[Unit, int] = {}
+        self.kept: list[tuple[Unit, Use]] = []
+        self.not_finite: Tensor | None = None
+        self.differentiated = False
+
+
+class Call:
+    """One call of a unit in a pass."""
+
+    def __init__(self, unit: Unit, current: Pass) -> None:
+        self.unit, self.current, self.done = unit, current, False
+        current.calls[unit] = current.calls.get(unit, 0) + 1
+
+
+class Harvest:
+    """What the passes since the last release add up to, beside the gradients themselves."""
+
+    def __init__(self, groups: int) -> None:
+        self.examples = 0
+        self.passes = 0
+        self.max_norm: list[Tensor | None] = [None] * groups  # largest norm after clipping
+        self.within: list[Tensor | None] = [None] * groups  # examples whose norm before clipping was within the bound
+        self.not_finite: Tensor | None = None
+
+    def note(self, group: int, norms: Tensor, clipped: Tensor, bound: float) -> None:
+        largest = clipped.max() if len(clipped) else clipped.new_zeros(())
+        within = (norms <= bound).sum()
+        before, count = self.max_norm[group], self.within[group]
+        self.max_norm[group] = largest if before is None else torch.maximum(before, largest)
+        self.within[group] = within if count is None else count + within
+
+    def largest(self, group: int) -> float:
+        value = self.max_norm[group]
+        return 0.0 if value is None else float(value)
+
+    def count_within(self, group: int) -> int:
+        value = self.within[group]
+        return 0 if value is None else int(value)
+
+
+class Clipper:
+    """Follows a model's units and turns their gradients into sums of clipped per-example gradients."""
+
+    def __init__(
+        self, module: nn.Module, groups: tuple[Group, ...], *, bounds: Sequence[float], loss_reduction: str
+    ) -> None:
+        check_module(module)
+        self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
+        self.bounds: tuple[float, ...] = tuple(bounds)
+        self.whitening: Whitening | None = None
+        self.units = find_units(module, groups)
+        self.harvest = Harvest(len(groups))
+        self._current: Pass | None = None
+        self._handles: list[Any] = []
+        self._overridden: list[tuple[nn.Module, Any]] = []
+        self._returned: dict[nn.Parameter, Tensor] = {}
+        self._quiet = False
+        self._watch = OutputWatch()
+        self._attach()
+
+    # ---- attaching and detaching
+
+    def _attach(self) -> None:
+        self._handles += [
+            self.module.register_forward_pre_hook(_ModelHook(self._begin), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(_ModelHook(self._end), with_kwargs=True, always_call=True),
+        ]
+        for unit in self.units:
+            own = vars(unit.module).get("forward")
+            self._overridden.append((unit.module, own))
+            unit.module.forward = _Followed(self, unit, own)  # type: ignore[assignment]
+            for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                self._handles.append(parameter.register_hook(self._only_ours(name, parameter)))
+
+    def detach(self) -> None:
+        """Leave the model as it was found."""
+        for handle in self._handles:
+            handle.remove()
+        for module, own in self._overridden:
+            del module.forward
+            if own is not None:
+                module.forward = own
+        self._handles, self._overridden = [], []
+
+    def _only_ours(self, name: str, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
+        def check(grad: Tensor | None) -> None:
+            mine = self._returned.pop(parameter, None)
+            if grad is None:  # kept for the end of the pass
+                return
+            if mine is None or mine.data_ptr() != grad.data_ptr():
+                raise PrivacyViolation(
+                    f"parameter {name!r} got a gradient from a use outside its own module's forward, such as "
+                    "F.linear(x, layer.weight) or a penalty on the weights in the loss. That part is not clipped per "
+                    "example. Use the parameter only through its module; for a penalty, use the optimizer's weight_decay."
+                )
+
+        return check
+
+    # ---- the model's call
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._quiet or not torch.is_grad_enabled():
+            return None
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
+        if not tensors:
+            raise UnsupportedModelError(
+                "the model was called without a tensor that has a batch dimension, so its examples cannot be told "
+                "apart. Pass the batch as a tensor with the examples along the first dimension."
+            )
+        batch = tensors[0].shape[0]
+        if batch == 0:
+            self._current = Pass(1, empty=True)
+            return tree_map(
+                lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t,
+                (args, kwargs),
+            )
+        if batch > 1 and not self._watch.model_checked:
+            self._watch.model_checked = True
+            with self.quietly():
+                check_examples_apart(module, args, kwargs, batch)
+        self._current = Pass(batch, empty=False)
+        return None
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self._quiet or self._current is None:
+            return None
+        current, self._current = self._current, None
+        if current.empty:
+            return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
+        if isinstance(output, Tensor) and output.dim() > 0 and len(output) != current.batch:
+            raise UnsupportedModelError(
+                f"the model turned a batch of {current.batch} examples into an output of shape {tuple(output.shape)}: "
+                "its rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
+            )
+        if self.loss_reduction == "mean":  # d(mean)/d(row) is 1/B of the gradient of that example's own loss
+            output = tree_map(lambda t: _scaled(t, float(current.batch)), output)
+        return self._watch.wrap(output, current.batch)
+
+    def forward(self, unit: Unit, plain: Callable[..., Any], plan: OutputPlan, args: Any, kwargs: Any) -> Any:
+        """A unit's forward: through an autograd function while the model is called, plain otherwise."""
+        if self._quiet or not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        current = self._current
+        if current is None:
+            raise UnsupportedModelError(
+                f"{unit.label} was called by itself, with gradients enabled. gradveil follows examples from the call "
+                "of the whole model: call model(x), or use torch.no_grad() to evaluate a part of it."
+            )
+        if unit.kind == "function":
+            call = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
+            inputs = [call.leaves[i] for i in call.differentiable]
+            with self.quietly():
+                outputs = _FunctionTap.apply(self, Call(unit, current), call, *unit.parameters, *inputs)
+            assert plan.spec is not None
+            return tree_unflatten(outputs, plan.spec)
+        x = args[0] if args else kwargs["input"]
+        least = 4 if unit.kind == "conv2d" else 2
+        if x.dim() < least or x.shape[0] != current.batch:
+            raise UnsupportedModelError(
+                f"{unit.label} was called with an input of shape {tuple(x.shape)} in a batch of {current.batch} "
+                "examples: its first dimension is not the batch, so examples cannot be told apart. Keep the batch "
+                "first (for a sequence: (batch, time, features), not (batch * time, features))."
+            )
+        module: Any = unit.module
+        if unit.kind == "linear":
+            return _LinearTap.apply(self, Call(unit, current), x, module.weight, module.bias)
+        padding = module.padding
+        if module.padding_mode != "zeros" or isinstance(padding, str):
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+            padding = (0, 0)
+        settings = (module.stride, padding, module.dilation, module.groups)
+        return _ConvTap.apply(self, Call(unit, current), settings, x, module.weight, module.bias)
+
+    # ---- the backward pass
+
+    def collect(self, call: Call, use: Use) -> list[Tensor | None]:
+        """Take one use's gradients: clipped sums where they can be had at once, otherwise kept for the end."""
+        current, unit = call.current, call.unit
+        if call.done:
+            raise PrivacyViolation(
+                f"{unit.label} was differentiated twice for the same batch (retain_graph, or two losses): each "
+                "example's contribution would add up to more than the clip bound. Add the losses and call backward once."
+            )
+        call.done = True
+        if not current.differentiated:
+            current.differentiated = True
+            self.harvest.passes += 1
+            self.harvest.examples += 0 if current.empty else current.batch
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
+        if unit.whole_groups and current.calls[unit] == 1:
+            sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
+            sums = [s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
+            self._returned.update(zip(unit.parameters, sums, strict=True))
+            return list(sums)
+        current.kept.append((unit, use))
+        return [None] * len(unit.parameters)
+
+    def _finish(self, current: Pass) -> None:
+        """End of the backward pass: clip what was kept, and count what was not finite."""
+        by_unit: dict[Unit, list[Use]] = {}
+        for unit, use in current.kept:
+            by_unit.setdefault(unit, []).append(use)
+        current.kept = []
+        if by_unit:
+            with torch.no_grad():
+                work = [
+                    (unit, self._whitened(unit, uses[0] if len(uses) == 1 else CombinedUse(uses)))
+                    for unit, uses in by_unit.items()
+                ]
+                for (unit, _), sums in zip(work, self._clip_together(work, current), strict=True):
+                    for parameter, total in zip(unit.parameters, sums, strict=True):
+                        total = total.to(parameter.dtype)
+                        parameter.grad = total if parameter.grad is None else parameter.grad + total
+        if current.not_finite is not None:
+            count = current.not_finite.sum()
+            before = self.harvest.not_finite
+            self.harvest.not_finite = count if before is None else before + count
+
+    def _whitened(self, unit: Unit, use: Use) -> Use:
+        if self.whitening is None:
+            return use
+        centres, scales = zip(*(self.whitening[name] for name in unit.names), strict=True)
+        return WhitenedUse(use, centres, scales)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Calls of the model, or parts of it, in here are not followed."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def _clip_together(self, work: list[tuple[Unit, Use]], current: Pass) -> list[list[Tensor]]:
+        """The clipped sums of uses that only together hold whole groups: norms first, then one contraction each."""
+        squares: dict[int, Tensor] = {}
+        for unit, use in work:
+            for group, square in zip(unit.group_of, use.sq_norms(), strict=True):
+                squares[group] = squares[group] + square if group in squares else square
+        weights: dict[int, Tensor] = {}
+        keeps: dict[int, Tensor] = {}
+        for group, square in squares.items():
+            weights[group], keeps[group] = self._weigh_group(group, square, current, slice(None))
+        sums = []
+        for unit, use in work:
+            keep = _all_kept([keeps[g] for g in set(unit.group_of)])
+            if keep is not None:
+                use.keep(keep)
+            sums.append(use.weighted_sums([weights[g] for g in unit.group_of]))
+        return sums
+
+    def _weigh_unit(self, unit: Unit, current: Pass) -> Weigh:
+        def weigh(rows: slice, squares: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+            of_group: dict[int, Tensor] = {}
+            for group, square in zip(unit.group_of, squares, strict=True):
+                of_group[group] = of_group[group] + square if group in of_group else square
+            found = {g: self._weigh_group(g, square, current, rows) for g, square in of_group.items()}
+            return [found[g][0] for g in unit.group_of], _all_kept([keep for _, keep in found.values()])
+
+        return weigh
+
+    def _weigh_group(self, group: int, squares: Tensor, current: Pass, rows: slice) -> tuple[Tensor, Tensor]:
+        """min(1, C / norm) per example, rounded so that the clipped norm stays within C; 0 where not finite."""
+        bound = self.bounds[group]
+        norms = squares.clamp(min=0).sqrt()
+        finite = torch.isfinite(norms)
+        # The norm carries a rounding error of a few units in the last place; the margin keeps it below the bound.
+        inside = bound * (1.0 - 16.0 * torch.finfo(norms.dtype).eps)
+        weights = torch.where(norms > inside, inside / norms, torch.ones_like(norms))
+        weights = torch.where(finite, weights, torch.zeros_like(norms))
+        if current.empty:
+            return torch.zeros_like(weights), finite
+        self.harvest.note(group, norms, torch.where(finite, norms * weights, torch.zeros_like(norms)), bound)
+        if current.not_finite is None:
+            current.not_finite = torch.zeros(current.batch, dtype=torch.bool, device=norms.device)
+        current.not_finite[rows] |= ~finite.to(current.not_finite.device)
+        return weights, finite
+
+
+def _scaled(t: Any, scale: float) -> Any:
+    return _ScaleGradient.apply(t, scale) if isinstance(t, Tensor) and t.requires_grad else t
+
+
+def _all_kept(keeps: list[Tensor]) -> Tensor | None:
+    """One mask of the examples to keep; None where it is known, without waiting for a GPU, that all are."""
+    keep = keeps[0]
+    for other in keeps[1:]:
+        keep = keep & other
+    return None if keep.device.type == "cpu" and bool(keep.all()) else keep
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied: turns the gradient of a mean loss into that of each example's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.scale, None
+
+
+class _LinearTap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, clipper: Clipper, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.clipper, ctx.call = clipper, call
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:]
+        to_x = (g @ weight.to(g.dtype)).to(x.dtype) if needs_x else None
+        sums = ctx.clipper.collect(ctx.call, LinearUse(x, g, weight=needs_weight, bias=needs_bias))
+        return None, None, to_x, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+
+
+class _ConvTap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, clipper: Clipper, call: Call, settings: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.clipper, ctx.call, ctx.settings = clipper, call, settings
+        ctx.save_for_backward(x, weight)
+        return F.conv2d(x, weight, bias, *settings)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.settings
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        to_x = None
+        if needs_x:
+            to_x = torch.nn.grad.conv2d_input(x.shape, weight.to(g.dtype), g, stride, padding, dilation, groups)
+            to_x = to_x.to(x.dtype)
+        use = Conv2dUse(
+            x,
+            g,
+            weight=needs_weight,
+            bias=needs_bias,
+            kernel=tuple(weight.shape[2:]),
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+        )
+        sums = ctx.clipper.collect(ctx.call, use)
+        return None, None, None, to_x, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+
+
+class _FunctionTap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, clipper: Clipper, call: Call, run: FunctionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.clipper, ctx.call, ctx.run = clipper, call, run
+        ctx.parameters = list(tensors[: len(call.unit.parameters)])
+        return tuple(o.view_as(o) for o in run.forward(ctx.parameters))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        clipper: Clipper = ctx.clipper
+        with clipper.quietly():
+            to_inputs, use = ctx.run.backward(ctx.parameters, grads)
+        return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
+
+
+class _Followed:
+    """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
+
+    def __init__(self, clipper: Clipper, unit: Unit, own: Any) -> None:
+        self.clipper, self.unit, self.output_plan = clipper, unit, OutputPlan()
+        self.plain = own if own is not None else types.MethodType(type(unit.module).forward, unit.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _plain_forward, (self.unit.module,)
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+class _ModelHook:
+    """A hook on the model that copies and pickles do not carry along."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(*args)
+
+    def __reduce__(self) -> Any:
+        return _inert_hook, ()
+
+
+def _inert_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    return None

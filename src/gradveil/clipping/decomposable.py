@@ -1,0 +1,119 @@
+"""Is the loss a sum over examples? Two checks on the first batch, where a mistake can still be seen.
+
+Clipping bounds an example's influence only if the gradient of example i's loss depends on example i
+alone. A model that mixes examples, or a loss that compares them (contrastive, ranking, batch-normalised
+losses), breaks that silently.
+
+- the model: the output for an example alone must be its output in the batch;
+- the loss: the gradient with respect to example i's output must not depend on example j's output,
+  seen from the mixed second derivative. (A loss that mixes examples with no curvature at all, such as
+  a hinge between pairs, escapes.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradveil.errors import UnsupportedModelError
+
+
+def check_examples_apart(module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
+    """Compare the model's output on the whole batch with its output on the first example alone, in eval mode."""
+    first = tree_map(
+        lambda t: t[:1] if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch else t, (args, kwargs)
+    )
+    modes = {child: child.training for child in module.modules()}
+    try:
+        with torch.no_grad():
+            module.eval()
+            whole = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
+            alone = [t for t in tree_leaves(module(*first[0], **first[1])) if isinstance(t, Tensor)]
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+    for of_batch, of_one in zip(whole, alone, strict=True):
+        if of_batch.dim() == 0 or of_one.shape != (1, *of_batch.shape[1:]) or not of_batch.is_floating_point():
+            continue  # a scalar (a loss inside the model), or something whose rows are not the examples
+        tolerance = 1e-3 if of_batch.dtype in (torch.float32, torch.float64) else 5e-2
+        scale = float(of_batch[0].abs().max()) if of_batch[0].numel() else 0.0
+        if not torch.allclose(of_batch[:1], of_one, rtol=tolerance, atol=tolerance * scale + 1e-30, equal_nan=True):
+            raise UnsupportedModelError(
+                "the model gives another output for an example alone than for the same example in a batch of "
+                f"{batch}: it mixes examples, so a per-example gradient is undefined and no clipping bounds what one "
+                "example does. Normalise within each example (GroupNorm, LayerNorm) instead of over the batch."
+            )
+
+
+class _Watched(torch.Tensor):
+    """The model's first output, marked so that the loss computed from it is recognised at ``backward()``."""
+
+    watch: OutputWatch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward:
+            for watch in {t.watch for t in _ACTIVE if t.watch is not None}:
+                watch.check_loss(args[0])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+_ACTIVE: list[_Watched] = []
+
+
+class OutputWatch:
+    """Watches the first output of a model with more than one example, then steps aside."""
+
+    def __init__(self) -> None:
+        self.model_checked = False
+        self.loss_checked = False
+        self._outputs: list[Tensor] = []
+
+    def wrap(self, output: Any, batch: int) -> Any:
+        if self.loss_checked or batch < 2:
+            return output
+        self.loss_checked = True
+
+        def mark(t: Any) -> Any:
+            if type(t) is not Tensor or not t.requires_grad or t.dim() == 0 or t.shape[0] != batch:
+                return t
+            marked = t.as_subclass(_Watched)
+            marked.watch = self
+            self._outputs.append(marked)
+            _ACTIVE.append(marked)
+            return marked
+
+        return tree_map(mark, output)
+
+    def check_loss(self, loss: Tensor) -> None:
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            _ACTIVE[:] = [t for t in _ACTIVE if t is not output]
+        with torch._C.DisableTorchFunctionSubclass():
+            for output in outputs:
+                if _mixes(loss, output):
+                    raise UnsupportedModelError(
+                        "the loss mixes examples: its gradient for one example's output depends on another's, so no "
+                        "clipping bounds what one example does. Use a loss that is a mean or sum of per-example losses "
+                        "(contrastive, ranking and batch-normalised losses are not)."
+                    )
+
+
+def _mixes(loss: Tensor, output: Tensor) -> bool:
+    """Whether d(loss)/d(output of example 0) changes with the output of another example."""
+    try:
+        (grad,) = torch.autograd.grad(loss.sum(), output, create_graph=True, allow_unused=True)
+        if grad is None or not grad.requires_grad:
+            return False  # unused, or linear in the outputs: nothing to mix
+        direction = torch.linspace(0.5, 1.5, grad[0].numel(), dtype=grad.dtype, device=grad.device)
+        probe = (grad[0] * direction.view_as(grad[0])).sum()
+        (curvature,) = torch.autograd.grad(probe, output, retain_graph=True, allow_unused=True)
+    except (RuntimeError, NotImplementedError):
+        return False  # an operation without a second derivative: not detectable here
+    if curvature is None:
+        return False
+    own, others = curvature[:1].abs().max(), curvature[1:].abs().max()
+    return bool(others > 1e-5 * own + 1e-30) and bool(torch.isfinite(others))

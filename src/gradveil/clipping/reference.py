@@ -1,0 +1,59 @@
+"""The oracle: one example at a time, in as plain a way as can be written.
+
+Slow on purpose. Every other way of clipping in this project is tested against it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.clipping.groups import Group
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``sums[name]``: sum over examples of the clipped gradient; ``norms[i, g]``: norm before clipping."""
+
+    sums: dict[str, Tensor]
+    norms: Tensor
+
+
+def clipped_sums(
+    module: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    groups: Sequence[Group],
+    bounds: Sequence[float],
+) -> Reference:
+    """Clip each example's gradient of its own loss to ``bounds`` per group and add them up.
+
+    ``loss_fn(output, target)`` is called on batches of one, so its reduction does not matter. A gradient
+    that is not finite counts as zero. The module is copied first: an attached engine plays no part.
+    """
+    module = copy.deepcopy(module)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    norms = torch.zeros(len(inputs), len(groups), dtype=torch.float64)
+    for i in range(len(inputs)):
+        loss = loss_fn(module(inputs[i : i + 1]), targets[i : i + 1])
+        found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
+        grads = {
+            name: torch.zeros_like(p) if g is None else g
+            for (name, p), g in zip(parameters.items(), found, strict=True)
+        }
+        for j, (group, bound) in enumerate(zip(groups, bounds, strict=True)):
+            norm = torch.sqrt(sum((grads[name].double() ** 2).sum() for name in group.parameters) + torch.zeros(()))
+            norms[i, j] = norm
+            if not torch.isfinite(norm):
+                continue
+            factor = min(1.0, bound / float(norm)) if norm > 0 else 1.0
+            for name in group.parameters:
+                sums[name] += factor * grads[name]
+    return Reference(sums, norms)

@@ -1,0 +1,109 @@
+"""Units: the modules whose forward is followed, so that every trainable parameter is in exactly one.
+
+A unit is the smallest module that sees all uses of its parameters:
+
+- an ``nn.Linear`` or ``nn.Conv2d``: by its own rule;
+- any other module that owns parameters, with everything below it: through torch.func;
+- where two modules share a parameter (tied weights), their common parent, through torch.func;
+- a container without a forward of its own (ParameterList, a parametrisation) stands for its parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from gradveil.clipping.groups import Group
+from gradveil.errors import UnsupportedModelError
+
+
+@dataclass(eq=False)
+class Unit:
+    """One followed module; ``names``, ``parameters`` and ``group_of`` run in parallel over what trains in it."""
+
+    name: str
+    module: nn.Module
+    kind: str  # "linear", "conv2d" or "function"
+    names: list[str] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    group_of: list[int] = field(default_factory=list)
+    whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
+
+    @property
+    def label(self) -> str:
+        return f"{type(self.module).__name__} {self.name!r}"
+
+
+def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
+    """Cover the trainable parameters of ``root`` with units and tell each which groups it feeds."""
+    modules = dict(root.named_modules())
+    owners: dict[int, list[str]] = {}  # parameter id -> names of the modules that hold it
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+            named.setdefault(id(parameter), (name, parameter))
+
+    # Where each parameter is followed: the module that owns it, or the common parent of all that do.
+    places = {pid: _with_forward(modules, _common_parent(held)) for pid, held in owners.items()}
+    # A module followed as a whole takes in everything below it.
+    whole = [
+        p for p in set(places.values()) if _kind(modules[p]) == "function" or any(_below(q, p) for q in places.values())
+    ]
+    units: dict[str, Unit] = {}
+    group_index = {name: i for i, group in enumerate(groups) for name in group.parameters}
+    for pid, (name, parameter) in named.items():
+        place = min((w for w in whole if w == places[pid] or _below(places[pid], w)), key=len, default=places[pid])
+        if place not in units:
+            kind = "function" if place in whole else _kind(modules[place])
+            units[place] = Unit(place, modules[place], kind)
+        unit = units[place]
+        unit.names.append(name)
+        unit.parameters.append(parameter)
+        unit.group_of.append(group_index[name])
+    for unit in units.values():
+        held = set(unit.names)
+        unit.whole_groups = all(held.issuperset(groups[g].parameters) for g in set(unit.group_of))
+    return list(units.values())
+
+
+def _kind(module: nn.Module) -> str:
+    # Exact types: a subclass may do anything in its forward, or not be called at all (attention's out_proj).
+    if type(module) is nn.Linear and not is_parametrized(module):
+        return "linear"
+    if type(module) is nn.Conv2d and not is_parametrized(module):
+        return "conv2d"
+    return "function"
+
+
+def _below(name: str, parent: str) -> bool:
+    return name != parent and (parent == "" or name.startswith(f"{parent}."))
+
+
+def _common_parent(names: list[str]) -> str:
+    if len(set(names)) == 1:
+        return names[0]
+    parts = [n.split(".") if n else [] for n in names]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+def _with_forward(modules: dict[str, nn.Module], name: str) -> str:
+    """The module itself, or the nearest parent that has a forward to follow."""
+    while True:
+        module = modules[name]
+        inside = name.rpartition(".")[0]
+        if isinstance(module, ParametrizationList):  # layer.parametrizations.weight -> layer
+            name = inside.rpartition(".")[0]
+        elif type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            if not name:
+                raise UnsupportedModelError("the model has parameters but no forward method: it cannot be trained.")
+            name = inside
+        else:
+            return name

@@ -1,0 +1,93 @@
+"""Where noise and samples come from: one secret key, and streams derived from it.
+
+A run has one 256-bit key: from the operating system's entropy, or, for a repeatable run, from the
+user's seed. Every use (the noise of step 7, the sample of step 7, the initial weights) has its own
+generator, keyed by SHAKE-256 of (key, purpose, index). So
+
+- step t's randomness is a function of the key and of t alone: an interrupted run resumes bit for bit
+  without any generator state in a file;
+- seeing one stream tells nothing of another, since the derivation is one-way;
+- the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
+  the noise off: a seed must be kept as secret as the data.
+
+The normal variates are ordinary floating-point ones (Philox counter generator, ziggurat); the known
+attacks on floating-point noise are not defended against, and the privacy statement says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import numpy as np
+import torch
+
+from gradveil.errors import ConfigError
+
+
+class SecretKey:
+    """The one secret of a run. ``seed=None`` draws it from the operating system."""
+
+    __slots__ = ("_key", "seeded")
+
+    def __init__(self, seed: int | None = None) -> None:
+        if seed is None:
+            self._key = secrets.token_bytes(32)
+        elif isinstance(seed, int) and not isinstance(seed, bool):
+            self._key = hashlib.shake_256(b"gradveil seed " + str(seed).encode()).digest(32)
+        else:
+            raise ConfigError(f"seed is of type {type(seed).__name__}; give a whole number, or None for OS entropy.")
+        self.seeded = seed is not None
+
+    def __repr__(self) -> str:
+        return f"SecretKey(seeded={self.seeded})"  # never the key
+
+    def __reduce__(self) -> str:
+        raise TypeError("a SecretKey is not written to files; a seeded run keeps its seed in secret.json (mode 0600)")
+
+    def _derive(self, purpose: str, index: int, size: int) -> int:
+        material = self._key + f"|{purpose}|{index}".encode()
+        return int.from_bytes(hashlib.shake_256(material).digest(size), "little")
+
+    def stream(self, purpose: str, index: int = 0) -> np.random.Generator:
+        """A CPU generator for one purpose and index."""
+        return np.random.Generator(np.random.Philox(key=self._derive(purpose, index, 16)))
+
+    def torch_generator(self, purpose: str, index: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+        """A torch generator for one purpose and index (63 bits on CUDA; torch's CPU generator uses 32)."""
+        generator = torch.Generator(device=device)
+        generator.manual_seed(self._derive(purpose, index, 8) >> 1)
+        return generator
+
+
+class NoiseSource:
+    """Standard normal tensors for one step, drawn in a fixed order; on the tensor's own device."""
+
+    def __init__(self, key: SecretKey, step: int) -> None:
+        self._key = key
+        self._step = step
+        self._cpu: np.random.Generator | None = None
+        self._side: np.random.Generator | None = None
+        self._cuda: dict[torch.device, torch.Generator] = {}
+
+    def normal_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Independent N(0, 1) of the shape, device and dtype of ``tensor`` (drawn in float32 or better)."""
+        dtype = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
+        if tensor.device.type == "cpu":
+            if self._cpu is None:
+                self._cpu = self._key.stream("noise", self._step)
+            wanted = np.float64 if dtype == torch.float64 else np.float32
+            draw = torch.from_numpy(self._cpu.standard_normal(tensor.numel(), dtype=wanted)).view(tensor.shape)
+        else:
+            generator = self._cuda.get(tensor.device)
+            if generator is None:
+                generator = self._key.torch_generator(f"noise-{tensor.device}", self._step, tensor.device)
+                self._cuda[tensor.device] = generator
+            draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
+        return draw.to(tensor.dtype)
+
+    def normals(self, count: int) -> list[float]:
+        """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""
+        if self._side is None:
+            self._side = self._key.stream("side-noise", self._step)
+        return [float(value) for value in self._side.standard_normal(count)]

@@ -1,0 +1,208 @@
+"""Who is in the batch, and what that means for accounting.
+
+    poisson               each example joins with probability q, independently (the default; what is accounted)
+    without-replacement   a uniformly random set of exactly B examples
+    with-replacement      B independent uniform draws; an example may come twice (the paper's words)
+    shuffle               one random order per epoch; no amplification is claimed, never called proved
+
+The sample of step t is a function of the secret key and of t, so a resumed run draws what it would
+have drawn. The normaliser of every private mean is the public expected batch size, never the drawn one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from gradveil.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from gradveil.randomness import SecretKey
+
+SAMPLINGS = ("poisson", "without-replacement", "with-replacement", "shuffle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the batches of a run are drawn from ``population`` examples; ``batch_size`` is the expected size."""
+
+    name: str
+    population: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if self.name not in SAMPLINGS:
+            raise UnknownNameError("sampling", self.name, SAMPLINGS)
+        if self.population < 1:
+            raise ConfigError("the training set is empty: there is nothing to sample from.")
+        if not 1 <= self.batch_size <= self.population:
+            raise ConfigError(
+                f"the batch size is {self.batch_size} and the training set has {self.population} examples: a batch "
+                "is drawn from the training set, so it must have at least 1 example and no more than there are."
+            )
+
+    @property
+    def rate(self) -> float:
+        """q = B / N: the probability, or expected share, with which an example is in a batch."""
+        return self.batch_size / self.population
+
+    def draw(self, key: SecretKey, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The indices in the batch of ``step``; empty is possible (and is a step) under Poisson sampling."""
+        n, size = self.population, self.batch_size
+        if self.name == "shuffle":
+            epoch, place = divmod(step, -(-n // size))
+            order = key.stream("shuffle", epoch).permutation(n)
+            return order[place * size : (place + 1) * size].astype(np.int64)
+        rng = key.stream("sample", step)
+        if self.name == "poisson":
+            return np.flatnonzero(rng.random(n) < self.rate).astype(np.int64)
+        return rng.choice(n, size=size, replace=self.name == "with-replacement").astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which drawn batch the loader has just handed out, and which physical part of it."""
+
+    step: int
+    drawn: int  # examples in the whole logical batch
+    last: bool  # no further physical part follows
+
+
+class _Batches(Sampler[list[int]]):
+    """The batch sampler behind a private loader; notes a ticket for each physical batch, in order."""
+
+    def __init__(self, sampling: Sampling, key: SecretKey, span: Callable[[], range], physical: int | None) -> None:
+        self.sampling, self.key, self.span, self.physical = sampling, key, span, physical
+        self.skip_empty = False
+        self.tickets: deque[Ticket] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.tickets.clear()
+        for step in self.span():
+            indices = self.sampling.draw(self.key, step).tolist()
+            if not indices and self.skip_empty:
+                continue
+            size = self.physical or max(len(indices), 1)
+            for start in range(0, max(len(indices), 1), size):
+                self.tickets.append(Ticket(step, len(indices), last=start + size >= len(indices)))
+                yield indices[start : start + size]
+
+
+class _EmptyAwareCollate:
+    """The user's collate_fn, which also makes a batch of no examples: that of one, cut to none."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], dataset: Dataset[Any]) -> None:
+        self.collate_fn, self.dataset = collate_fn, dataset
+
+    def __call__(self, examples: list[Any]) -> Any:
+        if examples:
+            return self.collate_fn(examples)
+        return tree_map(lambda t: t[:0] if isinstance(t, torch.Tensor) else t, self.collate_fn([self.dataset[0]]))
+
+
+class PrivateLoader:
+    """Iterates over the run's remaining steps; each pass starts at the engine's current step.
+
+    One ``for`` loop is the whole run; ``itertools.islice(loader, k)`` takes the next k physical batches
+    and the next loop goes on from there. Workers, ``collate_fn`` and pinning are those of the user's loader.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: Dataset[Any],
+        sampling: Sampling,
+        key: SecretKey,
+        span: Callable[[], range],
+        physical_batch_size: int | None = None,
+        hand_out: Callable[[Ticket], None] | None = None,
+        skip_empty: bool = False,
+        like: DataLoader[Any] | None = None,
+    ) -> None:
+        if physical_batch_size is not None and physical_batch_size < 1:
+            raise ConfigError(f"physical_batch_size is {physical_batch_size}; give at least 1, or None for no split.")
+        self.dataset = dataset
+        self.sampling = sampling
+        self.batch_size = sampling.batch_size
+        self._span, self._physical, self._hand_out = span, physical_batch_size, hand_out
+        self._batches = _Batches(sampling, key, span, physical_batch_size)
+        self._batches.skip_empty = skip_empty
+        collate = like.collate_fn if like is not None else default_collate
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+        self._loader: DataLoader[Any] | None = None
+        if isinstance(dataset, TensorDataset) and collate is default_collate and not (like and like.num_workers):
+            self._tensors = tuple(dataset.tensors)  # indexing whole tensors equals collating their rows, at once
+        else:
+            extras: dict[str, Any] = {}
+            if like is not None:
+                extras = {
+                    "num_workers": like.num_workers,
+                    "pin_memory": like.pin_memory,
+                    "timeout": like.timeout,
+                    "worker_init_fn": like.worker_init_fn,
+                    "multiprocessing_context": like.multiprocessing_context,
+                    "persistent_workers": like.persistent_workers,
+                    "prefetch_factor": like.prefetch_factor,
+                    "generator": like.generator,
+                }
+            self._loader = DataLoader(
+                dataset, batch_sampler=self._batches, collate_fn=_EmptyAwareCollate(collate, dataset), **extras
+            )
+
+    def __len__(self) -> int:
+        """Logical batches left in the run."""
+        return len(self._span())
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader) if self._loader is not None else self._index_tensors()
+        for batch in batches:
+            ticket = self._batches.tickets.popleft()
+            if self._hand_out is not None:
+                self._hand_out(ticket)
+            yield batch
+
+    def _index_tensors(self) -> Iterator[list[torch.Tensor]]:
+        assert self._tensors is not None
+        for indices in self._batches:
+            picked = torch.tensor(indices, dtype=torch.int64)
+            yield [t[picked.to(t.device)] for t in self._tensors]
+
+
+def check_loader(loader: DataLoader[Any]) -> int:
+    """The batch size of a loader whose sampler may be replaced; an error where that would change its meaning."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            "the data loader reads an IterableDataset, which has no length and no index: a private sample needs to "
+            "pick each example with a known probability. Give a map-style Dataset (with __len__ and __getitem__)."
+        )
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is None or loader.batch_size is None:
+        raise ConfigError(
+            "the data loader has a batch sampler of its own, or none: gradveil replaces the sampler so that the "
+            "sampling rate is known. Give a DataLoader with batch_size=B."
+        )
+    sampler = loader.sampler
+    if type(batch_sampler) is not BatchSampler or type(sampler) not in (SequentialSampler, RandomSampler):
+        raise ConfigError(
+            f"the data loader samples with {type(sampler).__name__}, which gradveil would have to replace: its "
+            "weights or order would be lost, and unequal probabilities are not accounted for. Give a DataLoader with "
+            "shuffle=True or False; to train on a part of the data use torch.utils.data.Subset."
+        )
+    return int(loader.batch_size)
