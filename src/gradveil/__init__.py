@@ -1,0 +1,59 @@
+"""gradveil: train PyTorch models with differential privacy that withstands gradient leakage, and show it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradveil.errors import (
+    BudgetExhausted,
+    ConfigError,
+    DataError,
+    GradveilError,
+    LedgerError,
+    PrivacyViolation,
+    RunDirectoryError,
+    ScheduleError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
+from gradveil.records import Release, RunHeader, SideRelease
+from gradveil.strategies import Strategy
+from gradveil.version import __version__
+
+if TYPE_CHECKING:
+    from gradveil.clipping import fix
+    from gradveil.engine import PrivacyEngine
+
+# Loaded at first use: they import torch, which a command like `gradveil strategies` does not need.
+_LAZY = {"PrivacyEngine": "gradveil.engine", "fix": "gradveil.clipping"}
+
+__all__ = [
+    "BudgetExhausted",
+    "ConfigError",
+    "DataError",
+    "GradveilError",
+    "LedgerError",
+    "PrivacyEngine",
+    "PrivacyViolation",
+    "Release",
+    "RunDirectoryError",
+    "RunHeader",
+    "ScheduleError",
+    "SideRelease",
+    "Strategy",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "__version__",
+    "fix",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'gradveil' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

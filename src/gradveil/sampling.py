@@ -82,6 +82,7 @@ class Ticket:
 
     step: int
     drawn: int  # examples in the whole logical batch
+    size: int  # examples in this physical part
     last: bool  # no further physical part follows
 
 
@@ -101,8 +102,9 @@ class _Batches(Sampler[list[int]]):
                 continue
             size = self.physical or max(len(indices), 1)
             for start in range(0, max(len(indices), 1), size):
-                self.tickets.append(Ticket(step, len(indices), last=start + size >= len(indices)))
-                yield indices[start : start + size]
+                part = indices[start : start + size]
+                self.tickets.append(Ticket(step, len(indices), len(part), last=start + size >= len(indices)))
+                yield part
 
 
 class _EmptyAwareCollate:
@@ -132,6 +134,7 @@ class PrivateLoader:
         key: SecretKey,
         span: Callable[[], range],
         physical_batch_size: int | None = None,
+        start: Callable[[], None] | None = None,
         hand_out: Callable[[Ticket], None] | None = None,
         skip_empty: bool = False,
         like: DataLoader[Any] | None = None,
@@ -141,7 +144,7 @@ class PrivateLoader:
         self.dataset = dataset
         self.sampling = sampling
         self.batch_size = sampling.batch_size
-        self._span, self._physical, self._hand_out = span, physical_batch_size, hand_out
+        self._span, self._start, self._hand_out = span, start, hand_out
         self._batches = _Batches(sampling, key, span, physical_batch_size)
         self._batches.skip_empty = skip_empty
         collate = like.collate_fn if like is not None else default_collate
@@ -171,6 +174,8 @@ class PrivateLoader:
         return len(self._span())
 
     def __iter__(self) -> Iterator[Any]:
+        if self._start is not None:
+            self._start()
         batches = iter(self._loader) if self._loader is not None else self._index_tensors()
         for batch in batches:
             ticket = self._batches.tickets.popleft()

@@ -1,0 +1,92 @@
+"""How many further steps a budget affords. Asked before a step, so that nothing is overspent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from gradveil.accounting._charges import Unbounded, planned_mechanism, release_charges
+from gradveil.accounting._checks import check_delta, check_noise
+from gradveil.accounting._compose import Accountant, Neighbours, check_view, composed_epsilon, why_no_bound
+from gradveil.accounting.proved import default_view
+from gradveil.errors import ConfigError
+from gradveil.records import Release, RunHeader
+
+
+def _largest(epsilon_after: Callable[[int], float], low: int, high: int, budget: float) -> int:
+    """Largest n in [low, high) with epsilon_after(n) <= budget; low is known to fit and high not to.
+
+    Interpolates on epsilon^2 (nearly linear in the number of steps) with a few steps of margin, and
+    bisects where that does not shrink the interval.
+    """
+    at_low, at_high = epsilon_after(low), epsilon_after(high)
+    guess_turn = True
+    while high - low > 1:
+        n = (low + high) // 2
+        if guess_turn and math.isfinite(at_high) and at_high > at_low:
+            share = (budget**2 - at_low**2) / (at_high**2 - at_low**2)
+            n = min(high - 1, max(low + 1, low + math.floor(share * (high - low))))
+        value = epsilon_after(n)
+        shrunk = (high - n) if value <= budget else (n - low)
+        guess_turn = not guess_turn or shrunk <= (high - low) // 4
+        if value <= budget:
+            low, at_low = n, value
+        else:
+            high, at_high = n, value
+    return low
+
+
+def affordable_steps(
+    header: RunHeader,
+    releases: Sequence[Release],
+    planned: Sequence[float],
+    *,
+    budget: float,
+    delta: float | None = None,
+    neighbours: Neighbours | None = None,
+    accountant: Accountant | None = None,
+) -> int:
+    """The largest n such that ``releases`` and the first n of ``planned`` stay within epsilon ``budget``.
+
+    ``planned`` holds the noise multipliers (add or remove one, joint over groups and side releases) of
+    the steps to come; they are drawn as the header declares. Neighbours and accountant default to those
+    the statement leads with. Guaranteed: :func:`~gradveil.accounting.proved.proved_epsilon` of the run
+    after n such steps is at most ``budget``, and after n + 1 it is not (or n = len(planned)).
+
+    0 where even the releases so far are over the budget or have no finite epsilon. A run that stops on
+    private data must declare as ``header.steps`` no more than what this returns at its start.
+    """
+    if not budget > 0:
+        raise ConfigError(
+            f"budget {budget!r} is not above zero: no private step has epsilon 0. Give epsilon > 0."
+        )
+    default_neighbours, default_accountant = default_view(header.sampling)
+    neighbours = neighbours or default_neighbours
+    accountant = accountant or default_accountant
+    check_view(neighbours, accountant)
+    delta = check_delta(header.delta if delta is None else delta)
+    planned = [check_noise(z, what="planned noise multiplier", step=i) for i, z in enumerate(planned)]
+    if header.guarantee == "none":
+        return 0
+    try:
+        spent = release_charges(header, releases)
+    except Unbounded:
+        return 0
+    mechanism = planned_mechanism(header)
+    if any(why_no_bound(m, neighbours, accountant) for m in {mechanism, *(m for m, _ in spent)}):
+        return 0
+
+    known: dict[int, float] = {}
+
+    def epsilon_after(n: int) -> float:
+        if n not in known:
+            charges = [*spent, *((mechanism, z) for z in planned[:n])]
+            known[n] = composed_epsilon(charges, delta=delta, neighbours=neighbours, accountant=accountant)
+        return known[n]
+
+    total = len(planned)
+    if epsilon_after(total) <= budget:
+        return total
+    if epsilon_after(0) > budget:
+        return 0
+    return _largest(epsilon_after, 0, total, budget)

@@ -1,0 +1,136 @@
+"""The five accountants as published. Numbers to compare with, not guarantees.
+
+With eps0_t = sqrt(2 ln(1.25/delta)) / sigma_t and eps_t = ln(1 + q (e^eps0_t - 1)):
+
+    BaseC         sum eps_t
+    AdvC          sqrt(2 ln(1/delta) sum eps_t^2) + sum eps_t (e^eps_t - 1)     (as tabled; Dwork et al. 2010)
+    AdvC-printed  sqrt(2 ln(1/delta) sum eps_t^2) + sum eps_t tanh(eps_t / 2)   (the formula the paper prints)
+    OptC          as AdvC-printed, with ln(e + sqrt(sum eps_t^2) / delta) for ln(1/delta)
+    zCDP          rho + 2 sqrt(rho ln(1/delta)), rho = sum q^2 / sigma_t^2
+    MA            min_a sum RDP_t(a) + ln(1/delta) / (a - 1), Poisson-sampled Gaussian
+
+Each is quoted at one delta, but the first four compositions spend more: see ``delta_total``. All ignore that
+clipping M groups apart moves the sum by sqrt(M) times as much, and how the batches were really drawn.
+
+For MA, more than 256 distinct sigmas are grouped on a grid of ratio 1.001, each charged at the
+smallest of its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradveil.accounting._checks import check_delta, check_noise, check_rate
+from gradveil.accounting._renyi import CLASSIC_ORDERS, classic_epsilons, rdp_poisson
+from gradveil.records import Release, RunHeader
+
+Array = NDArray[np.float64]
+
+METHODS = ("BaseC", "AdvC", "AdvC-printed", "OptC", "zCDP", "MA")
+_MA_EXACT = 256
+_MA_RATIO = 1.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperEpsilon:
+    """One published figure. ``delta_total`` is the delta that the method really spends for it."""
+
+    method: str
+    epsilon: float
+    delta_nominal: float
+    delta_total: float
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe: an infinite epsilon is the string "inf"."""
+        data = asdict(self)
+        data["warnings"] = list(self.warnings)
+        data["epsilon"] = self.epsilon if math.isfinite(self.epsilon) else "inf"
+        return data
+
+
+def _checked(sigmas: Sequence[float] | Array, sample_rate: float, delta: float) -> Array:
+    check_rate(sample_rate)
+    check_delta(delta)
+    values = np.asarray(sigmas, dtype=float)
+    for step in np.flatnonzero(~(np.isfinite(values) & (values > 0)))[:1]:
+        check_noise(float(values[step]), step=int(step))
+    return values
+
+
+def _ma_curve(sigmas: Array, q: float, delta: float) -> Array:
+    levels, index = np.unique(sigmas, return_inverse=True)
+    if levels.size > _MA_EXACT:
+        keys = np.floor(np.log(sigmas) / math.log(_MA_RATIO))
+        groups, index = np.unique(keys, return_inverse=True)
+        levels = np.full(groups.size, math.inf)
+        np.minimum.at(levels, index, sigmas)
+    table = np.array([rdp_poisson(q, float(s), CLASSIC_ORDERS) for s in levels])
+    curve = np.empty(sigmas.size)
+    spent = np.zeros(len(CLASSIC_ORDERS))
+    for start in range(0, sigmas.size, 4096):  # bounds the memory of long runs
+        block = spent + np.cumsum(table[index[start : start + 4096]], axis=0)
+        curve[start : start + 4096] = classic_epsilons(CLASSIC_ORDERS, block, delta)
+        spent = block[-1]
+    return curve
+
+
+def paper_curve(sigmas: Sequence[float] | Array, sample_rate: float, delta: float) -> dict[str, Array]:
+    """Each method's epsilon after step 1, 2, ..., len(sigmas). No steps: empty arrays."""
+    values = _checked(sigmas, sample_rate, delta)
+    q = float(sample_rate)
+    if values.size == 0:
+        return {method: np.zeros(0) for method in METHODS}
+    eps0 = math.sqrt(2 * math.log(1.25 / delta)) / values
+    eps = np.logaddexp(math.log1p(-q), math.log(q) + eps0) if q < 1 else eps0
+    squares, drift = np.cumsum(eps**2), np.cumsum(eps * np.tanh(eps / 2))
+    with np.errstate(over="ignore"):  # a sigma far below 1: infinite is the honest answer
+        pairs = np.cumsum(eps * np.expm1(eps))
+    root = np.sqrt(2 * math.log(1 / delta) * squares)
+    rho = np.cumsum((q / values) ** 2)
+    return {
+        "BaseC": np.cumsum(eps),
+        "AdvC": root + pairs,
+        "AdvC-printed": root + drift,
+        "OptC": drift + np.sqrt(2 * squares * np.log(math.e + np.sqrt(squares) / delta)),
+        "zCDP": rho + 2 * np.sqrt(rho * math.log(1 / delta)),
+        "MA": _ma_curve(values, q, delta),
+    }
+
+
+def paper_epsilons(
+    sigmas: Sequence[float] | Array, sample_rate: float, delta: float
+) -> dict[str, PaperEpsilon]:
+    """Each published method's epsilon for the whole run, with the delta it really spends. No steps: 0."""
+    values = _checked(sigmas, sample_rate, delta)
+    curve = paper_curve(values, sample_rate, delta)
+    amplified = values.size * sample_rate * delta
+    totals = {"BaseC": amplified, "AdvC": amplified + delta, "AdvC-printed": amplified + delta}
+    totals["OptC"] = amplified + delta
+    result = {}
+    for method in METHODS:
+        warnings: tuple[str, ...] = ()
+        if method in ("zCDP", "MA") and values.size and sample_rate >= 1 / (16 * values.max()):
+            warnings = (
+                f"the published condition q < 1/(16 sigma) fails: q = {sample_rate:g} is not below "
+                f"{1 / (16 * values.max()):.4g} at sigma = {values.max():g}",
+            )
+        result[method] = PaperEpsilon(
+            method=method,
+            epsilon=float(curve[method][-1]) if values.size else 0.0,
+            delta_nominal=delta,
+            delta_total=(totals.get(method, delta) if values.size else 0.0),
+            warnings=warnings,
+        )
+    return result
+
+
+def from_releases(header: RunHeader, releases: Iterable[Release]) -> dict[str, PaperEpsilon]:
+    """The published figures of a run: sigma_t as released, whatever the strategy, at the declared rate."""
+    return paper_epsilons([release.sigma for release in releases], header.sample_rate, header.delta)

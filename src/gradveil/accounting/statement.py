@@ -1,0 +1,171 @@
+"""The privacy statement of a run: what is proved, what is only published, what is not covered."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradveil.accounting._compose import Neighbours
+from gradveil.accounting.paper import PaperEpsilon, from_releases
+from gradveil.accounting.proved import NOT_COVERED, UNIT, ProvedEpsilon, default_view, proved_epsilon
+from gradveil.records import Release, RunHeader
+
+_WIDTH = 100
+_LABEL = 16
+
+_UNIT = {
+    "add-remove": "one example; neighbouring data sets differ by one example added or removed",
+    "replace-one": "one example; neighbouring data sets differ in the content of one example",
+}
+_GUARANTEE = {
+    "proved": "its noise depends on public settings and private outputs only",
+    "paper-only": "published, with no proof: its noise is scaled to the data",
+    "none": "not private",
+}
+_SAMPLING = {
+    "poisson": "Poisson: each example is in a batch with probability {rate:g}, independently",
+    "without-replacement": "batches of exactly {batch:g} examples, drawn without replacement (rate {rate:g})",
+    "with-replacement": "batches of exactly {batch:g} examples, drawn with replacement (rate {rate:g})",
+    "full": "none: every example is in every batch",
+    "shuffle": "batches of {batch:g} cut from a shuffled data set (rate {rate:g})",
+    "unknown": "not gradveil's own sampler",
+}
+
+
+def _row(label: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        width=_WIDTH,
+        initial_indent=f"{label and label + ':':<{_LABEL}}",
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "infinite"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """Three epsilons that are never merged: ``proved``, ``paper`` (as published), ``audited``.
+
+    ``proved`` is under the neighbours that suit the sampler, ``proved_other`` under the other ones.
+    ``paper`` is empty for a run without noise. ``audited`` stays None until an audit was run.
+    """
+
+    header: RunHeader
+    steps_taken: int
+    steps_recovered: int
+    proved: ProvedEpsilon
+    proved_other: ProvedEpsilon
+    paper: Mapping[str, PaperEpsilon]
+    audited: Mapping[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe: an infinite epsilon is the string "inf", with its reason beside it."""
+        header = self.header
+        return {
+            "strategy": header.strategy,
+            "guarantee": header.guarantee,
+            "unit": "one example",
+            "population": header.population,
+            "sampler": header.sampling,
+            "sample_rate": header.sample_rate,
+            "expected_batch_size": header.expected_batch_size,
+            "groups": list(header.groups),
+            "steps_declared": header.steps,
+            "steps_taken": self.steps_taken,
+            "steps_recovered": self.steps_recovered,
+            "stopping": header.stopping,
+            "seeded": header.seeded,
+            "delta": self.proved.delta,
+            "proved": self.proved.to_dict(),
+            "proved_other": self.proved_other.to_dict(),
+            "paper": {name: value.to_dict() for name, value in self.paper.items()},
+            "paper_is_a_guarantee": False,
+            "audited": None if self.audited is None else dict(self.audited),
+        }
+
+    def _proved_text(self, proved: ProvedEpsilon) -> str:
+        if not math.isfinite(proved.epsilon):
+            return f"infinite under {proved.neighbours}, because {proved.reason}."
+        if proved.steps_charged == 0:
+            return f"epsilon = 0 under {proved.neighbours}: nothing was released yet."
+        return (
+            f"epsilon = {_number(proved.epsilon)} at delta = {proved.delta:g} under {proved.neighbours} "
+            f"({proved.accountant}, {proved.steps_charged} steps charged)."
+        )
+
+    def _paper_text(self) -> str:
+        if not self.paper:
+            return "nothing: there is no noise to account for."
+        values = ", ".join(f"{name} {_number(p.epsilon)}" for name, p in self.paper.items())
+        spent = max(p.delta_total for p in self.paper.values())
+        text = f"{values}; quoted at delta = {self.header.delta:g}"
+        if spent > self.header.delta * 1.001:
+            text += f", but the composition methods really spend up to {spent:.3g}"
+        for warning in dict.fromkeys(w for p in self.paper.values() for w in p.warnings):
+            text += f". zCDP and MA: {warning}"
+        return text + "."
+
+    def __str__(self) -> str:
+        header = self.header
+        sampling = _SAMPLING.get(header.sampling, header.sampling).format(
+            batch=header.expected_batch_size, rate=header.sample_rate
+        )
+        steps = f"{self.steps_taken} taken of {header.steps} declared"
+        if self.steps_recovered:
+            steps += f"; {_count(self.steps_recovered, 'line')} recovered after a crash, counted as spent"
+        rows = [
+            _row("Protected", _UNIT[self.proved.neighbours]),
+            _row("Strategy", f"{header.strategy}: {_GUARANTEE.get(header.guarantee, header.guarantee)}"),
+            _row("Sampling", sampling),
+            _row("Data", f"N = {header.population}; {_count(len(header.groups), 'clipping group')}"),
+            _row("Steps", steps),
+            _row("Delta", f"{self.proved.delta:g}"),
+            "",
+            _row("Proved", self._proved_text(self.proved)),
+            _row("  otherwise", self._proved_text(self.proved_other)),
+            _row("As published", "not a guarantee: " + self._paper_text()),
+            _row("Audited", "not run" if self.audited is None else str(dict(self.audited))),
+            "",
+        ]
+        if math.isfinite(self.proved.epsilon):
+            notes = [note for note in self.proved.assumptions if note not in (UNIT, NOT_COVERED)]
+            rows += [_row("" if i else "Assumes", note) for i, note in enumerate(notes)]
+        elif header.seeded:
+            rows.append(_row("Seed", "the run was seeded: whoever knows the seed can take the noise off"))
+        rows.append(
+            _row(
+                "Not covered",
+                "hyper-parameter search; metrics computed from the training data, such as the loss; "
+                "anything else computed from the data outside this run.",
+            )
+        )
+        return "\n".join(row.rstrip() for row in rows)
+
+
+def statement(header: RunHeader, releases: Sequence[Release], *, delta: float | None = None) -> Statement:
+    """The statement of a run, computed from its records alone. No releases: epsilon 0."""
+    neighbours, accountant = default_view(header.sampling)
+    other_neighbours: Neighbours = "replace-one" if neighbours == "add-remove" else "add-remove"
+    noised = header.guarantee != "none" and all(r.sigma > 0 and math.isfinite(r.sigma) for r in releases)
+    return Statement(
+        header=header,
+        steps_taken=len(releases),
+        steps_recovered=sum(r.recovered for r in releases),
+        proved=proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant),
+        proved_other=proved_epsilon(
+            header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant
+        ),
+        paper=from_releases(header, releases) if noised else {},
+    )

@@ -1,0 +1,233 @@
+"""How the clip bounds of a run move: by schedule, after a private quantile, or per coordinate.
+
+A bound rule knows the bounds of a step before its batch is drawn, and learns only from what has been
+released already. That is the rule of every proved strategy: the noise scale is a function of public
+schedules and of private outputs, and the clip is at that same value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.clipping import Group, Harvest
+from gradveil.clipping.clipper import Whitening
+from gradveil.errors import ConfigError
+from gradveil.randomness import NoiseSource
+from gradveil.records import SideRelease
+from gradveil.strategies import Parameters
+
+
+class BoundRule:
+    """The bounds of each step, for every group; the defaults are those of a rule that learns nothing."""
+
+    whitening: Whitening | None = None
+
+    def bounds(self, step: int) -> tuple[float, ...]:
+        """The clip bound of every group at ``step``."""
+        raise NotImplementedError
+
+    def side_releases(self, harvest: Harvest, noise: NoiseSource) -> tuple[SideRelease, ...]:
+        """What this rule releases of the batch beside the gradients."""
+        return ()
+
+    def learn(
+        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+    ) -> None:
+        """Adapt to what was released: the side releases and the noised mean gradients."""
+
+    def shift(self, name: str) -> Tensor | None:
+        """What is added to a parameter's noised mean gradient (the centre that whitening took off)."""
+        return None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            raise ConfigError(f"unexpected state for {type(self).__name__}: {sorted(state)}")
+
+
+class ScheduledBounds(BoundRule):
+    """The same scheduled C_t for every group."""
+
+    def __init__(self, plan: Parameters, groups: Sequence[Group]) -> None:
+        self.schedule, self.count = plan.clip, len(groups)
+
+    def bounds(self, step: int) -> tuple[float, ...]:
+        return (self.schedule(step),) * self.count
+
+
+class QuantileBounds(BoundRule):
+    """Each group's bound follows a quantile of its per-example norms (Andrew et al. 2021, Algorithm 1).
+
+    Per step and group, the number of examples within the bound is released with Gaussian noise of std
+    ``count_noise``: each example adds +1/2 if within and -1/2 if not, so that adding or removing one
+    moves the count by 1/2, and M counts jointly by sqrt(M)/2. With b the noised share of examples
+    within, C <- C exp(-learning_rate (b - quantile)). The count is charged like the gradient, by its own
+    noise: of the whole release, 1/z^2 = M/sigma^2 + M/(2 count_noise)^2.
+    """
+
+    def __init__(
+        self,
+        plan: Parameters,
+        groups: Sequence[Group],
+        *,
+        batch_size: float,
+        quantile: float = 0.5,
+        learning_rate: float = 0.2,
+        count_noise: float | None = None,
+    ) -> None:
+        if not 0 < quantile < 1:
+            raise ConfigError(f"quantile is {quantile!r}; give a share of the examples strictly between 0 and 1.")
+        if not learning_rate > 0:
+            raise ConfigError(f"the quantile's learning rate is {learning_rate!r}; give a positive number.")
+        # B/20 is the published advice for large cohorts; below 5 sigma the count would cost more than it is worth.
+        noise = max(batch_size / 20.0, 5.0 * plan.sigma.start) if count_noise is None else count_noise
+        if not (noise > 0 and math.isfinite(noise)):
+            raise ConfigError(f"count_noise is {noise!r}; the released counts need positive noise.")
+        self.batch_size, self.quantile, self.learning_rate, self.count_noise = batch_size, quantile, learning_rate, noise
+        self.current = [plan.clip.start] * len(groups)
+
+    def bounds(self, step: int) -> tuple[float, ...]:
+        return tuple(self.current)
+
+    def side_releases(self, harvest: Harvest, noise: NoiseSource) -> tuple[SideRelease, ...]:
+        count = len(self.current)
+        exact = [harvest.count_within(g) - harvest.examples / 2.0 for g in range(count)]
+        values = tuple(e + self.count_noise * z for e, z in zip(exact, noise.normals(count), strict=True))
+        return (
+            SideRelease(
+                name="within-bound counts",
+                values=values,
+                sensitivity=math.sqrt(count) / 2.0,
+                noise_std=self.count_noise,
+            ),
+        )
+
+    def learn(
+        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+    ) -> None:
+        for group, value in enumerate(side[0].values):
+            share = value / self.batch_size + 0.5
+            self.current[group] *= math.exp(-self.learning_rate * (share - self.quantile))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"current": torch.tensor(self.current, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.current = [float(c) for c in state["current"]]
+
+
+class WhitenedBounds(BoundRule):
+    """AdaClip (Pichapati et al. 2019, Algorithm 2): coordinates whitened, then clipped to norm 1.
+
+    Example i gives w = (g - m) / b, clipped to norm 1 per group. Noise of std sigma goes on the sum of the
+    w; the released mean gradient is b (sum + noise) / B + m. Mean m and spread s are running estimates
+    from these already noised gradients, with the known noise variance taken off:
+
+        m   <- beta1 m + (1 - beta1) g
+        s^2 <- beta2 s^2 + (1 - beta2) clamp((g - m)^2 - (b sigma / B)^2, h1, h2)
+        b_j  = sqrt(s_j) sqrt(sum_k s_k)        over the coordinates k of the group
+
+    so that the expected squared norm of w is 1. Nothing private is used beyond what was released.
+    """
+
+    def __init__(
+        self,
+        plan: Parameters,
+        groups: Sequence[Group],
+        *,
+        parameters: Mapping[str, Tensor],
+        beta1: float = 0.99,
+        beta2: float = 0.9,
+        h1: float = 1e-12,
+        h2: float = 10.0,
+    ) -> None:
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            raise ConfigError(f"adaclip's beta1={beta1!r} and beta2={beta2!r} must be in [0, 1).")
+        if not 0 < h1 <= h2:
+            raise ConfigError(f"adaclip's variance range is h1={h1!r} to h2={h2!r}; give 0 < h1 <= h2.")
+        self.groups, self.beta1, self.beta2, self.h1, self.h2 = groups, beta1, beta2, h1, h2
+        self.mean = {n: torch.zeros_like(p, requires_grad=False) for n, p in parameters.items()}
+        start = math.sqrt(math.sqrt(h1 * h2))  # the geometric middle of the variance range, as a spread
+        self.spread = {n: torch.full_like(p, start, requires_grad=False) for n, p in parameters.items()}
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.whitening = {}
+        for group in self.groups:
+            total = sum(self.spread[n].sum() for n in group.parameters) + torch.zeros(())
+            for n in group.parameters:
+                scale = (self.spread[n] * total.to(self.spread[n])).sqrt()
+                self.whitening[n] = (self.mean[n], scale)
+
+    def bounds(self, step: int) -> tuple[float, ...]:
+        return (1.0,) * len(self.groups)
+
+    def shift(self, name: str) -> Tensor | None:
+        return self.mean[name]
+
+    def learn(
+        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+    ) -> None:
+        assert self.whitening is not None
+        for name, grad in noised.items():
+            mean, scale = self.whitening[name]
+            noise_variance = (scale * (sigma / batch_size)) ** 2
+            variance = ((grad - mean) ** 2 - noise_variance).clamp(self.h1, self.h2)
+            self.spread[name] = (self.beta2 * self.spread[name] ** 2 + (1 - self.beta2) * variance).sqrt()
+            self.mean[name] = self.beta1 * mean + (1 - self.beta1) * grad
+        self._refresh()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {f"mean.{n}": t for n, t in self.mean.items()}
+        return state | {f"spread.{n}": t for n, t in self.spread.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name in self.mean:
+            self.mean[name] = state[f"mean.{name}"].to(self.mean[name])
+            self.spread[name] = state[f"spread.{name}"].to(self.spread[name])
+        self._refresh()
+
+
+def _scheduled(plan: Parameters, groups: Sequence[Group], **context: Any) -> BoundRule:
+    return ScheduledBounds(plan, groups)
+
+
+def _quantile(plan: Parameters, groups: Sequence[Group], *, batch_size: float, options: Any, **_: Any) -> BoundRule:
+    return QuantileBounds(plan, groups, batch_size=batch_size, **options)
+
+
+def _whitened(plan: Parameters, groups: Sequence[Group], *, parameters: Any, options: Any, **_: Any) -> BoundRule:
+    return WhitenedBounds(plan, groups, parameters=parameters, **options)
+
+
+RULES: dict[str, Callable[..., BoundRule]] = {
+    "constant": _scheduled,
+    "decay": _scheduled,
+    "private-quantile": _quantile,
+    "per-coordinate": _whitened,
+}
+
+
+def make_rule(
+    plan: Parameters,
+    groups: Sequence[Group],
+    *,
+    parameters: Mapping[str, Tensor],
+    batch_size: float,
+    options: Mapping[str, Any],
+) -> BoundRule:
+    """The bound rule that the strategy names; ``options`` are its own settings (quantile, beta1, ...)."""
+    factory = RULES[plan.strategy.bounds]
+    if options and factory is _scheduled:
+        raise ConfigError(f"strategy {plan.strategy.name!r} takes no options, but {sorted(options)} were given.")
+    try:
+        return factory(plan, groups, parameters=parameters, batch_size=batch_size, options=dict(options))
+    except TypeError as error:
+        raise ConfigError(f"options of strategy {plan.strategy.name!r}: {error}.") from None

@@ -1,0 +1,253 @@
+"""The ledger: an append-only, hash-chained record of every release, on disk before its results are.
+
+One JSON object per line: ``{"n": 3, "kind": "release", "body": {...}, "prev": "<hash>", "hash": "<hash>"}``,
+hash = SHA-256 over (n, kind, body, prev). Line 1 is the header. Lines are buffered and written in groups
+by :meth:`Ledger.commit`, which returns after fsync; it is called before anything computed from a release
+leaves the process (a checkpoint, a metric, a state_dict). A release that was never committed was
+never seen outside, so a killed process has spent what its ledger says.
+
+A crash in the middle of a write leaves a last line without its newline. That is recognised as such: it
+is cut off on resume and replaced by a release marked ``recovered``, which counts as spent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradveil.errors import LedgerError
+from gradveil.records import FORMAT_VERSION, Release, RunHeader
+
+FILE_NAME = "ledger.jsonl"
+_GENESIS = "0" * 64
+_WRITE_EVERY = 512  # lines held in memory at most
+
+
+def _body_text(body: dict[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def _line_hash(number: int, kind: str, body: str, previous: str) -> str:
+    return hashlib.sha256(f"{number}|{kind}|{previous}|{body}".encode()).hexdigest()
+
+
+def _line(number: int, kind: str, body: str, previous: str) -> tuple[str, str]:
+    digest = _line_hash(number, kind, body, previous)
+    return f'{{"n":{number},"kind":"{kind}","body":{body},"prev":"{previous}","hash":"{digest}"}}\n', digest
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A ledger that was read and verified. ``torn`` says that a crash left a half-written last line."""
+
+    header: RunHeader
+    releases: tuple[Release, ...]
+    length: int  # whole lines
+    head: str
+    torn: bool
+    ended: str | None = None  # why the run ended, if it did
+    hashes: tuple[str, ...] = ()
+
+    def charged(self) -> tuple[Release, ...]:
+        """All that must be counted as spent: the releases, and one more for a half-written line."""
+        if not self.torn:
+            return self.releases
+        return (*self.releases, recovered_release(self.header, self.releases))
+
+
+def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release:
+    """The release to charge for a line that cannot be read: that of the next step, as planned.
+
+    Its multiplier is the smaller of the plan's and the last one's, so it never counts for less.
+    """
+    from gradveil.schedules import from_dict
+
+    groups = len(header.groups)
+    step = releases[-1].step + 1 if releases else 0
+    clip = from_dict(header.plan["clip"])(step)
+    sigma = from_dict(header.plan["sigma"])(step)
+    if not releases:
+        public = header.guarantee == "proved"
+        return Release(
+            step=step,
+            sampler=header.sampling,
+            sample_rate=header.sample_rate,
+            expected_batch_size=header.expected_batch_size,
+            clip=(clip,) * groups,
+            sensitivity_rule=header.plan["sensitivity_rule"],
+            sensitivity=(clip,) * groups,
+            sigma=sigma,
+            noise_std=(sigma * clip,) * groups,
+            scale_is_public=public,
+            recovered=True,
+        )
+    last = releases[-1]
+    smaller = min(1.0, sigma / last.sigma)
+    return replace(
+        last,
+        step=step,
+        sigma=last.sigma * smaller,
+        noise_std=tuple(s * smaller for s in last.noise_std),
+        recovered=True,
+    )
+
+
+def read(path: Path) -> Contents:
+    """Read and verify a ledger; :class:`LedgerError` names the first line that does not hold."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise LedgerError(f"there is no ledger at {path}: nothing can be said about this run's privacy.") from None
+    *lines, rest = data.split(b"\n")
+    previous, header, ended = _GENESIS, None, None
+    releases: list[Release] = []
+    hashes: list[str] = []
+    for number, raw in enumerate(lines, start=1):
+        kind, body, previous = _verified(raw, number, previous)
+        hashes.append(previous)
+        if number == 1:
+            header = _header(kind, body)
+        elif kind == "release":
+            try:
+                releases.append(Release.from_dict(body))
+            except TypeError as error:
+                raise LedgerError(f"ledger line {number}: not a release ({error}).", line=number) from None
+        elif kind == "end":
+            ended = str(body.get("reason", ""))
+        elif kind != "resume":
+            raise LedgerError(f"ledger line {number}: unknown kind {kind!r}.", line=number)
+        if kind == "resume":
+            ended = None
+    if header is None:
+        raise LedgerError("ledger line 1: the file has no whole line, so not even its header.", line=1)
+    return Contents(
+        header=header,
+        releases=tuple(releases),
+        length=len(lines),
+        head=previous,
+        torn=bool(rest),
+        ended=ended,
+        hashes=tuple(hashes),
+    )
+
+
+def _verified(raw: bytes, number: int, previous: str) -> tuple[str, dict[str, Any], str]:
+    try:
+        entry = json.loads(raw)
+        kind, body = str(entry["kind"]), entry["body"]
+        chain = (entry["n"], entry["prev"], entry["hash"])
+    except (ValueError, KeyError, TypeError):
+        raise LedgerError(
+            f"ledger line {number} is not a ledger entry: the file was changed or is of another kind.", line=number
+        ) from None
+    if chain[0] != number or chain[1] != previous:
+        raise LedgerError(
+            f"ledger line {number} does not follow the line before it (it calls itself line {chain[0]}): a line is "
+            "missing, doubled or moved.",
+            line=number,
+        )
+    line, digest = _line(number, kind, _body_text(body), previous)
+    if chain[2] != digest or line.encode() != raw + b"\n":
+        raise LedgerError(f"ledger line {number} was changed after it was written: its hash does not fit.", line=number)
+    return kind, body, digest
+
+
+def _header(kind: str, body: dict[str, Any]) -> RunHeader:
+    if kind != "header" or body.get("format_version") != FORMAT_VERSION:
+        raise LedgerError(
+            f"ledger line 1 is not a header of format {FORMAT_VERSION} (kind {kind!r}, format "
+            f"{body.get('format_version')!r}): another program or version wrote it.",
+            line=1,
+        )
+    try:
+        return RunHeader.from_dict(body)
+    except (TypeError, KeyError) as error:
+        raise LedgerError(f"ledger line 1: the header does not fit ({error}).", line=1) from None
+
+
+class Ledger:
+    """The ledger of a running engine: in memory, and on disk where a path is given."""
+
+    def __init__(self, header: RunHeader, path: Path | None = None) -> None:
+        self.header, self.path = header, path
+        self.releases: list[Release] = []
+        self.length, self.head = 0, _GENESIS
+        self._pending: list[str] = []
+        self._file: Any = None
+        if path is not None:
+            # "x": a ledger is never overwritten.
+            self._file = open(path, "xb")  # noqa: SIM115 - held for the life of the run
+        self._add("header", header.to_dict())
+        self.commit()
+
+    @classmethod
+    def resume(cls, path: Path, header: RunHeader) -> Ledger:
+        """Open an existing ledger to go on; a half-written last line is cut off and counted as spent."""
+        contents = read(path)
+        for field in ("strategy", "groups", "population", "sampling", "sample_rate", "steps", "delta", "plan"):
+            mine, theirs = header.to_dict()[field], contents.header.to_dict()[field]
+            if mine != theirs:
+                raise LedgerError(
+                    f"ledger line 1: the run was begun with {field}={theirs!r}, and is to go on with {mine!r}. A run "
+                    "keeps its privacy settings; start a new run for others.",
+                    line=1,
+                )
+        self = cls.__new__(cls)
+        self.header, self.path = contents.header, path
+        self.releases = list(contents.releases)
+        self.length, self.head = contents.length, contents.head
+        self._pending = []
+        self._file = open(path, "r+b")  # noqa: SIM115
+        if contents.torn:
+            whole = path.read_bytes()
+            self._file.truncate(whole.rfind(b"\n") + 1)
+        self._file.seek(0, os.SEEK_END)
+        self._add("resume", {"after": contents.length, "repaired": contents.torn})
+        if contents.torn:
+            self.append(recovered_release(contents.header, contents.releases))
+        self.commit()
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more can be noted; a ledger in memory always is."""
+        return self.path is None or self._file is not None
+
+    def append(self, release: Release) -> None:
+        """Note a release; it is on disk after the next :meth:`commit`."""
+        self.releases.append(release)
+        self._add("release", release.to_dict())
+        if len(self._pending) >= _WRITE_EVERY:
+            self.commit()
+
+    def end(self, reason: str) -> None:
+        """Note that the run ended, and why."""
+        self._add("end", {"reason": reason, "releases": len(self.releases)})
+        self.commit()
+
+    def _add(self, kind: str, body: dict[str, Any]) -> None:
+        self.length += 1
+        line, self.head = _line(self.length, kind, _body_text(body), self.head)
+        self._pending.append(line)
+
+    def commit(self) -> None:
+        """Write and fsync everything noted so far."""
+        if self._file is None:
+            self._pending.clear()
+            return
+        if self._pending:
+            self._file.write("".join(self._pending).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._pending.clear()
+
+    def close(self) -> None:
+        self.commit()
+        if self._file is not None:
+            self._file.close()
+            self._file = None

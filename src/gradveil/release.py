@@ -1,0 +1,137 @@
+"""One release per step: sensitivity, noise, and the record of both.
+
+The sums of clipped gradients go in, noised means come out, and one immutable :class:`Release` says
+exactly what was used. Nothing else in the project adds noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.bounds import BoundRule
+from gradveil.clipping import Group, Harvest
+from gradveil.randomness import NoiseSource
+from gradveil.records import Release
+from gradveil.strategies import Parameters
+
+# In fixed-variance mode sigma_t = varsigma / S_t; an all-zero batch would make it infinite.
+_SMALLEST_SENSITIVITY = 1e-12
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a sensitivity rule may look at: bounds, norms after clipping, and the sums."""
+
+    bounds: tuple[float, ...]
+    harvest: Harvest
+    groups: Sequence[Group]
+    grads: Mapping[str, Tensor]
+    batch_size: float
+
+
+@dataclass(frozen=True)
+class SensitivityRule:
+    """S of each group, and whether it is a function of public values only."""
+
+    public: bool
+    values: Callable[[StepFacts], tuple[float, ...]]
+
+
+def _clip_bound(facts: StepFacts) -> tuple[float, ...]:
+    return facts.bounds
+
+
+def _largest_example(facts: StepFacts) -> tuple[float, ...]:
+    """max over groups and examples of the clipped norm: the paper's text."""
+    largest = max(facts.harvest.largest(g) for g in range(len(facts.groups)))
+    return (largest,) * len(facts.groups)
+
+
+def _batch_gradient(facts: StepFacts) -> tuple[float, ...]:
+    """max over groups of the norm of the mean clipped gradient: the comment in the paper's algorithm."""
+    norms = []
+    for group in facts.groups:
+        squares = torch.stack([facts.grads[n].double().square().sum() for n in group.parameters])
+        norms.append(squares.sum().sqrt() / facts.batch_size)
+    return (float(torch.stack(norms).max()),) * len(facts.groups)
+
+
+SENSITIVITY_RULES: dict[str, SensitivityRule] = {
+    "clip": SensitivityRule(public=True, values=_clip_bound),
+    "l2max-example": SensitivityRule(public=False, values=_largest_example),
+    "l2max-batch": SensitivityRule(public=False, values=_batch_gradient),
+}
+
+
+def release_gradients(
+    *,
+    step: int,
+    plan: Parameters,
+    rule: BoundRule,
+    groups: Sequence[Group],
+    parameters: Mapping[str, nn.Parameter],
+    harvest: Harvest,
+    noise: NoiseSource,
+    sampler: str,
+    sample_rate: float,
+    batch_size: float,
+) -> Release:
+    """Turn every ``.grad`` from a sum of clipped gradients into a noised mean, and say what was done.
+
+    Parameters without a gradient in this step count as zero and get noise like the others: which
+    parameters were used must not show. The normaliser is the public expected batch size.
+    """
+    grads: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grads[name] = parameter.grad
+    bounds = rule.bounds(step)
+    sensitivity_rule = SENSITIVITY_RULES[plan.sensitivity_rule]
+    sensitivity = sensitivity_rule.values(StepFacts(bounds, harvest, groups, grads, batch_size))
+    if plan.fixed_variance:
+        stds = (plan.varsigma,) * len(groups)
+        sigma = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
+        public = True
+    else:
+        sigma = plan.sigma(step)
+        stds = tuple(sigma * s for s in sensitivity)
+        public = sensitivity_rule.public
+    side = rule.side_releases(harvest, noise)
+    with torch.no_grad():
+        for group, std in zip(groups, stds, strict=True):
+            for name in group.parameters:
+                _noise_in_place(name, grads[name], std, batch_size, noise, rule)
+    rule.learn(side, grads, sigma, batch_size)
+    return Release(
+        step=step,
+        sampler=sampler,
+        sample_rate=sample_rate,
+        expected_batch_size=batch_size,
+        clip=bounds,
+        sensitivity_rule=plan.sensitivity_rule,
+        sensitivity=sensitivity,
+        sigma=sigma,
+        noise_std=stds,
+        scale_is_public=public,
+        side=side,
+    )
+
+
+def _noise_in_place(
+    name: str, grad: Tensor, std: float, batch_size: float, noise: NoiseSource, rule: BoundRule
+) -> None:
+    draw = noise.normal_like(grad)
+    if rule.whitening is not None:
+        draw = draw * rule.whitening[name][1]
+    if grad.dtype in (torch.float32, torch.float64):
+        grad.add_(draw, alpha=std).div_(batch_size)
+    else:  # add in float32, round once
+        grad.copy_((grad.float() + std * draw.float()) / batch_size)
+    shift = rule.shift(name)
+    if shift is not None:
+        grad.add_(shift)

@@ -1,0 +1,62 @@
+"""Short ways to make the records that accounting reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradveil.records import Release, RunHeader, SideRelease
+from gradveil.schedules import Constant
+
+
+def make_header(**changes: Any) -> RunHeader:
+    settings: dict[str, Any] = {
+        "strategy": "baseline",
+        "guarantee": "proved",
+        "groups": ("all",),
+        "population": 60_000,
+        "sampling": "poisson",
+        "sample_rate": 0.01,
+        "expected_batch_size": 600.0,
+        "steps": 10_000,
+        "delta": 1e-5,
+        "seeded": False,
+        "plan": {
+            "clip": Constant(start=4.0).to_dict(),
+            "sigma": Constant(start=6.0).to_dict(),
+            "fixed_variance": False,
+        },
+    }
+    return RunHeader(**{**settings, **changes})
+
+
+def make_release(
+    header: RunHeader, step: int, *, sigma: float = 6.0, clip: float = 4.0, **changes: Any
+) -> Release:
+    groups = len(header.groups)
+    settings: dict[str, Any] = {
+        "step": step,
+        "sampler": header.sampling,
+        "sample_rate": header.sample_rate,
+        "expected_batch_size": header.expected_batch_size,
+        "clip": (clip,) * groups,
+        "sensitivity_rule": "clip",
+        "sensitivity": (clip,) * groups,
+        "sigma": sigma,
+        "noise_std": (sigma * clip,) * groups,
+        "scale_is_public": True,
+    }
+    return Release(**{**settings, **changes})
+
+
+def make_run(
+    *,
+    sigmas: Sequence[float] | None = None,
+    taken: int = 10_000,
+    side: tuple[SideRelease, ...] = (),
+    **header: Any,
+) -> tuple[RunHeader, list[Release]]:
+    """A header and its releases: ``sigmas``, or ``taken`` steps at 6."""
+    sigmas = [6.0] * taken if sigmas is None else sigmas
+    head = make_header(**{"steps": max(len(sigmas), 1), **header})
+    return head, [make_release(head, t, sigma=s, side=side) for t, s in enumerate(sigmas)]
