@@ -99,9 +99,7 @@ def test_build_takes_a_loaded_set() -> None:
     assert model(digits.x_test[:3]).shape == (3, 10)
 
 
-@pytest.mark.parametrize(
-    "shape", [(28, 28), (1, 3, 28), (1, 28, 3), (0, 28, 28), (1, 28.0, 28), (True, 8, 8), ()]
-)
+@pytest.mark.parametrize("shape", [(28, 28), (1, 3, 28), (1, 28, 3), (0, 28, 28), (1, 28.0, 28), (True, 8, 8), ()])
 def test_bad_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="input shape"):
         paper_cnn(shape, 10)

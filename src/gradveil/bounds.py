@@ -90,7 +90,12 @@ class QuantileBounds(BoundRule):
         noise = max(batch_size / 20.0, 5.0 * plan.sigma.start) if count_noise is None else count_noise
         if not (noise > 0 and math.isfinite(noise)):
             raise ConfigError(f"count_noise is {noise!r}; the released counts need positive noise.")
-        self.batch_size, self.quantile, self.learning_rate, self.count_noise = batch_size, quantile, learning_rate, noise
+        self.batch_size, self.quantile, self.learning_rate, self.count_noise = (
+            batch_size,
+            quantile,
+            learning_rate,
+            noise,
+        )
         self.current = [plan.clip.start] * len(groups)
 
     def bounds(self, step: int) -> tuple[float, ...]:

@@ -31,7 +31,13 @@ from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
 from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
 from gradveil.clipping.clipper import _ModelHook
-from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError, UnknownNameError
+from gradveil.errors import (
+    BudgetExhausted,
+    ConfigError,
+    PrivacyViolation,
+    RunDirectoryError,
+    UnknownNameError,
+)
 from gradveil.ledger import Ledger
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release, RunHeader
@@ -188,7 +194,9 @@ class PrivacyEngine:
                 raise ConfigError("a Dataset was given without batch_size: the sampling rate is batch_size / N.")
             size = batch_size
         if not hasattr(dataset, "__len__"):
-            raise ConfigError("the data set has no length: the sampling rate is batch_size / N. Give a map-style Dataset.")
+            raise ConfigError(
+                "the data set has no length: the sampling rate is batch_size / N. Give a map-style Dataset."
+            )
         population = len(dataset)
         self.sampling = Sampling(name=self._sampling_name, population=population, batch_size=size)
         if self.plan.strategy.is_private and self.delta >= 1.0 / population:
@@ -199,9 +207,7 @@ class PrivacyEngine:
         self._check_optimizer(module, optimizer)
         self.module, self.optimizer = module, optimizer
         self.groups: tuple[Group, ...] = make_groups(module, self.clipping)
-        self.parameters: dict[str, nn.Parameter] = {
-            name: p for name, p in module.named_parameters() if p.requires_grad
-        }
+        self.parameters: dict[str, nn.Parameter] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.plan.strategy.is_private:
             self.rule = bound_rules.make_rule(
                 self.plan,
@@ -210,9 +216,7 @@ class PrivacyEngine:
                 batch_size=float(size),
                 options=self.options,
             )
-            self._clipper = Clipper(
-                module, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction
-            )
+            self._clipper = Clipper(module, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
             self._clipper.whitening = self.rule.whitening
         self._open_ledger()
         self._handles += [

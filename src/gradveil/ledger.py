@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradveil.errors import LedgerError
+from gradveil.errors import LedgerError, RunDirectoryError
 from gradveil.records import FORMAT_VERSION, Release, RunHeader
 
 FILE_NAME = "ledger.jsonl"
@@ -143,7 +143,8 @@ def _verified(raw: bytes, number: int, previous: str) -> tuple[str, dict[str, An
         chain = (entry["n"], entry["prev"], entry["hash"])
     except (ValueError, KeyError, TypeError):
         raise LedgerError(
-            f"ledger line {number} is not a ledger entry: the file was changed or is of another kind.", line=number
+            f"ledger line {number} is not a ledger entry: the file was changed or is of another kind.",
+            line=number,
         ) from None
     if chain[0] != number or chain[1] != previous:
         raise LedgerError(
@@ -189,13 +190,21 @@ class Ledger:
     def resume(cls, path: Path, header: RunHeader) -> Ledger:
         """Open an existing ledger to go on; a half-written last line is cut off and counted as spent."""
         contents = read(path)
-        for field in ("strategy", "groups", "population", "sampling", "sample_rate", "steps", "delta", "plan"):
+        for field in (
+            "strategy",
+            "groups",
+            "population",
+            "sampling",
+            "sample_rate",
+            "steps",
+            "delta",
+            "plan",
+        ):
             mine, theirs = header.to_dict()[field], contents.header.to_dict()[field]
             if mine != theirs:
-                raise LedgerError(
-                    f"ledger line 1: the run was begun with {field}={theirs!r}, and is to go on with {mine!r}. A run "
-                    "keeps its privacy settings; start a new run for others.",
-                    line=1,
+                raise RunDirectoryError(
+                    f"the run was begun with {field} = {theirs!r}, and is to go on with {mine!r}. A run keeps its "
+                    "model and privacy settings; start a new run for others."
                 )
         self = cls.__new__(cls)
         self.header, self.path = contents.header, path

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 FORMAT_VERSION = 1
 
+SAMPLINGS = ("poisson", "without-replacement", "with-replacement", "shuffle")
+
 Guarantee = Literal["proved", "paper-only", "none"]
 
 
@@ -65,7 +67,9 @@ class Release:
 
         For M groups clipped at C with noise sigma C this is sigma / sqrt(M); side releases lower it further.
         """
-        inverse_square = sum((c / s) ** 2 if s > 0 else math.inf for c, s in zip(self.clip, self.noise_std, strict=True))
+        inverse_square = sum(
+            (c / s) ** 2 if s > 0 else math.inf for c, s in zip(self.clip, self.noise_std, strict=True)
+        )
         inverse_square += sum((r.sensitivity / r.noise_std) ** 2 if r.noise_std > 0 else math.inf for r in self.side)
         return 1.0 / math.sqrt(inverse_square) if inverse_square > 0 else math.inf
 

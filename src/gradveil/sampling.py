@@ -32,11 +32,10 @@ from torch.utils.data import (
 )
 
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.records import SAMPLINGS
 
 if TYPE_CHECKING:
     from gradveil.randomness import SecretKey
-
-SAMPLINGS = ("poisson", "without-replacement", "with-replacement", "shuffle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,10 @@ class PrivateLoader:
                     "generator": like.generator,
                 }
             self._loader = DataLoader(
-                dataset, batch_sampler=self._batches, collate_fn=_EmptyAwareCollate(collate, dataset), **extras
+                dataset,
+                batch_sampler=self._batches,
+                collate_fn=_EmptyAwareCollate(collate, dataset),
+                **extras,
             )
 
     def __len__(self) -> int:

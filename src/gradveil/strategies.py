@@ -187,7 +187,13 @@ class Parameters:
 
 
 def _schedule(
-    quantity: str, value: float | Schedule | None, decays: bool, kind: str, end: float | None, ratio: float, steps: int
+    quantity: str,
+    value: float | Schedule | None,
+    decays: bool,
+    kind: str,
+    end: float | None,
+    ratio: float,
+    steps: int,
 ) -> Schedule:
     if value is None:
         raise ConfigError(f"{quantity} is missing: a private strategy needs a positive {quantity}.")
@@ -256,10 +262,22 @@ def parameters(
     if chosen.bounds == "per-coordinate":
         clip = 1.0  # the whitened gradient is clipped to norm 1 (Pichapati et al., Algorithm 2)
     clips = _schedule(
-        "clip", clip, chosen.bounds == "decay", clip_decay or decay or CLIP_DECAY, clip_end, CLIP_END_RATIO, steps
+        "clip",
+        clip,
+        chosen.bounds == "decay",
+        clip_decay or decay or CLIP_DECAY,
+        clip_end,
+        CLIP_END_RATIO,
+        steps,
     )
     sigmas = _schedule(
-        "sigma", sigma, chosen.noise == "decay", sigma_decay or decay or SIGMA_DECAY, sigma_end, SIGMA_END_RATIO, steps
+        "sigma",
+        sigma,
+        chosen.noise == "decay",
+        sigma_decay or decay or SIGMA_DECAY,
+        sigma_end,
+        SIGMA_END_RATIO,
+        steps,
     )
     chosen_reading: Reading | None = None
     if chosen.sensitivity == "l2max":

@@ -30,9 +30,7 @@ def make_header(**changes: Any) -> RunHeader:
     return RunHeader(**{**settings, **changes})
 
 
-def make_release(
-    header: RunHeader, step: int, *, sigma: float = 6.0, clip: float = 4.0, **changes: Any
-) -> Release:
+def make_release(header: RunHeader, step: int, *, sigma: float = 6.0, clip: float = 4.0, **changes: Any) -> Release:
     groups = len(header.groups)
     settings: dict[str, Any] = {
         "step": step,

@@ -52,11 +52,7 @@ def test_without_replacement_counts_under_replace_one() -> None:
     n = affordable_steps(header, [], [6.0] * 10_000, budget=2.338)
     assert n == pytest.approx(6_000, rel=5e-3)
     view = {"neighbours": "replace-one", "accountant": "RDP"}
-    assert (
-        after(header, [], [6.0] * 10_000, n, **view)
-        <= 2.338
-        < after(header, [], [6.0] * 10_000, n + 1, **view)
-    )
+    assert after(header, [], [6.0] * 10_000, n, **view) <= 2.338 < after(header, [], [6.0] * 10_000, n + 1, **view)
 
 
 def test_enough_for_all_or_for_none() -> None:

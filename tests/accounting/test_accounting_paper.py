@@ -97,9 +97,7 @@ def test_tiny_sigma_gives_infinity_without_a_warning() -> None:
         ([6.0, math.nan], 0.01, 1e-5, "sigma is nan at step 1"),
     ],
 )
-def test_bad_settings_are_refused_with_the_value(
-    sigmas: list[float], rate: float, delta: float, named: str
-) -> None:
+def test_bad_settings_are_refused_with_the_value(sigmas: list[float], rate: float, delta: float, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         paper_epsilons(sigmas, rate, delta)
 
@@ -111,9 +109,7 @@ def test_quadrature_agrees_with_the_finite_sum(q: float, z: float, order: float)
 
     by_quadrature = _log_moments(q, z, np.array([order]), replace=False)
     assert by_quadrature is not None
-    assert by_quadrature[0] / (order - 1) == pytest.approx(
-        rdp_poisson(q, z, (order,))[0], rel=1e-9, abs=2e-13
-    )
+    assert by_quadrature[0] / (order - 1) == pytest.approx(rdp_poisson(q, z, (order,))[0], rel=1e-9, abs=2e-13)
 
 
 @pytest.mark.parametrize(("q", "z"), [(0.01, 6.0), (0.2, 1.0), (0.01, 0.7)])

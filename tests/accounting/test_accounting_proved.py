@@ -45,9 +45,7 @@ def test_reference_values(view) -> None:
 )
 def test_groups_clipped_apart_share_one_sensitivity(groups, neighbours, expected) -> None:
     header, releases = make_run(groups=tuple("abcdef"[:groups]))
-    assert proved_epsilon(header, releases, neighbours=neighbours).epsilon == pytest.approx(
-        expected, rel=5e-3
-    )
+    assert proved_epsilon(header, releases, neighbours=neighbours).epsilon == pytest.approx(expected, rel=5e-3)
 
 
 def test_decaying_sigma_is_exact_enough_and_fast() -> None:
@@ -168,18 +166,14 @@ def reason(header, releases, **view) -> str:
 
 def test_data_dependent_scale_is_infinite_and_names_the_step() -> None:
     header, releases = make_run(taken=3, strategy="dyn-s-l2max", guarantee="paper-only")
-    releases[2] = make_release(
-        header, 2, scale_is_public=False, sensitivity_rule="l2max-batch", sensitivity=(1.0,)
-    )
+    releases[2] = make_release(header, 2, scale_is_public=False, sensitivity_rule="l2max-batch", sensitivity=(1.0,))
     why = reason(header, releases)
     assert "step 2" in why
     assert "l2max-batch" in why
     assert "differ in scale" in why
 
 
-@pytest.mark.parametrize(
-    ("sampler", "word"), [("shuffle", "shuffled"), ("unknown", "own sampler"), ("odd", "'odd'")]
-)
+@pytest.mark.parametrize(("sampler", "word"), [("shuffle", "shuffled"), ("unknown", "own sampler"), ("odd", "'odd'")])
 def test_samplers_without_a_bound(sampler: str, word: str) -> None:
     header, releases = make_run(taken=3)
     releases[1] = make_release(header, 1, sampler=sampler)
@@ -189,9 +183,7 @@ def test_samplers_without_a_bound(sampler: str, word: str) -> None:
 def test_fixed_size_has_no_add_remove_and_with_replacement_no_rdp() -> None:
     assert "replace-one" in reason(*make_run(taken=3, sampling="without-replacement"))
     assert "replace-one" in reason(*make_run(taken=3, sampling="with-replacement"))
-    assert "PLD" in reason(
-        *make_run(taken=3, sampling="with-replacement"), neighbours="replace-one", accountant="RDP"
-    )
+    assert "PLD" in reason(*make_run(taken=3, sampling="with-replacement"), neighbours="replace-one", accountant="RDP")
     assert "whole batch size" in reason(
         *make_run(taken=3, sampling="with-replacement", expected_batch_size=600.5), neighbours="replace-one"
     )
@@ -246,9 +238,7 @@ def test_private_stopping_in_fixed_variance_mode() -> None:
     clip = Linear.to(4.0, end=2.0, steps=40)
     plan = {"clip": clip.to_dict(), "fixed_variance": True, "varsigma": 24.0}
     header = make_header(steps=40, plan=plan, groups=("a", "b"), stopping="private", guarantee="paper-only")
-    releases = [
-        make_release(header, t, clip=clip(t), sigma=24 / clip(t), noise_std=(24.0, 24.0)) for t in range(40)
-    ]
+    releases = [make_release(header, t, clip=clip(t), sigma=24 / clip(t), noise_std=(24.0, 24.0)) for t in range(40)]
     got, whole = proved_epsilon(header, releases[:3]), proved_epsilon(header, releases)
     assert got.steps_charged == whole.steps_charged == 40
     assert got.epsilon == pytest.approx(whole.epsilon, rel=1e-9)
@@ -257,9 +247,7 @@ def test_private_stopping_in_fixed_variance_mode() -> None:
 def test_private_stopping_without_a_usable_plan_is_infinite() -> None:
     header, releases = make_run(taken=3, steps=5, stopping="private", plan={})
     assert "plan" in reason(header, releases)
-    header, releases = make_run(
-        taken=3, steps=5, stopping="private", guarantee="paper-only", strategy="dyn-s-l2max"
-    )
+    header, releases = make_run(taken=3, steps=5, stopping="private", guarantee="paper-only", strategy="dyn-s-l2max")
     assert "dyn-s-l2max" in reason(header, releases)
 
 
@@ -279,9 +267,7 @@ def test_recovered_and_redone_steps_are_charged() -> None:
 def test_side_releases_are_charged_jointly(groups: int) -> None:
     sigma, sigma_b = 6.0, 30.0
     names = tuple("abc"[:groups])
-    side = (
-        SideRelease(name="b", values=(0.0,) * groups, sensitivity=math.sqrt(groups) / 2, noise_std=sigma_b),
-    )
+    side = (SideRelease(name="b", values=(0.0,) * groups, sensitivity=math.sqrt(groups) / 2, noise_std=sigma_b),)
     joint = proved_epsilon(*make_run(taken=1_000, groups=names, side=side)).epsilon
     z = (groups / sigma**2 + groups / (2 * sigma_b) ** 2) ** -0.5
     assert joint == pytest.approx(proved_epsilon(*make_run(sigmas=[z] * 1_000)).epsilon, rel=1e-9)
@@ -292,9 +278,7 @@ def test_fixed_variance_is_the_baseline_and_its_ledger_stays_private() -> None:
     header, baseline = make_run(taken=100)
     norms = np.random.default_rng(0).uniform(0.5, 4.0, 100)
     fixed = [
-        make_release(
-            header, t, sigma=24.0 / s, sensitivity=(s,), sensitivity_rule="l2max-batch", noise_std=(24.0,)
-        )
+        make_release(header, t, sigma=24.0 / s, sensitivity=(s,), sensitivity_rule="l2max-batch", noise_std=(24.0,))
         for t, s in enumerate(norms.tolist())
     ]
     got = proved_epsilon(header, fixed)

@@ -44,15 +44,10 @@ def test_proved_run_in_plain_words() -> None:
 
 def test_infinite_run_in_plain_words() -> None:
     header, _ = make_run(taken=3, strategy="dyn-s-l2max", guarantee="paper-only", seeded=True)
-    releases = [
-        make_release(header, t, scale_is_public=False, sensitivity_rule="l2max-batch") for t in range(3)
-    ]
+    releases = [make_release(header, t, scale_is_public=False, sensitivity_rule="l2max-batch") for t in range(3)]
     result = statement(header, releases)
     words = flat(str(result))
-    assert (
-        "Proved: infinite under add-remove, because at step 0 the scale of the noise depends on the data"
-        in words
-    )
+    assert "Proved: infinite under add-remove, because at step 0 the scale of the noise depends on the data" in words
     assert "whoever knows the seed can take the noise off" in words
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert data["proved"]["epsilon"] == "inf"
@@ -88,9 +83,7 @@ def test_fixed_size_leads_with_replace_one() -> None:
 
 def test_recovered_lines_and_failed_condition_are_said() -> None:
     header, _ = make_run(taken=2)
-    words = flat(
-        str(statement(header, [make_release(header, t, sigma=15.0, recovered=t == 1) for t in range(2)]))
-    )
+    words = flat(str(statement(header, [make_release(header, t, sigma=15.0, recovered=t == 1) for t in range(2)])))
     assert "1 line recovered" in words
     assert "q < 1/(16 sigma) fails" in words
 

@@ -57,9 +57,7 @@ def write_faces(folder: Path, people: dict[str, int], *, size: int = 32, seed: i
             Image.new("RGB", (size, size), colour).save(folder / person / f"{person}_{i:04d}.png")
 
 
-def write_table(
-    path: Path, bits: np.ndarray, labels: np.ndarray, *, quoted: bool = False, end: str = "\n"
-) -> None:
+def write_table(path: Path, bits: np.ndarray, labels: np.ndarray, *, quoted: bool = False, end: str = "\n") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     mark = '"' if quoted else ""
     lines = [f"{mark}{n}{mark}," + ",".join(map(str, row)) for row, n in zip(bits, labels, strict=True)]

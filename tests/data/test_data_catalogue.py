@@ -114,9 +114,7 @@ def test_missing_data_directory(name: str, tmp_path: Path) -> None:
         load(name, data_dir=tmp_path / "file")
 
 
-def test_what_the_system_refuses_to_read_is_a_data_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_refuses_to_read_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "location").mkdir()
     (tmp_path / "location/bangkok").touch()
 

@@ -55,9 +55,7 @@ def test_cifar10_archive(mirror: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert download("cifar10", tmp_path / "data", base_url="file:///nowhere") == folder
 
 
-def test_lfw_archive_and_load_with_download(
-    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lfw_archive_and_load_with_download(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_faces(tmp_path / "source", {"Ann": 20, "Zoe": 20})
     pack(mirror / "5976018", tmp_path / "source", "lfw")
     publish("lfw", mirror, monkeypatch)

@@ -36,9 +36,7 @@ def test_wrong_checksum(mirror: Path, http: str, tmp_path: Path) -> None:
         assert "gave 12 bytes" in refused(name, tmp_path / "data", http)
 
 
-def test_second_file_wrong_keeps_the_first(
-    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_file_wrong_keeps_the_first(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_idx_set(mirror)
     publish("mnist", mirror, monkeypatch)
     (mirror / "train-labels-idx1-ubyte.gz").write_bytes(b"changed")

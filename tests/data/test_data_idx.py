@@ -113,7 +113,5 @@ def test_corrupt_gzip(data: bytes, tmp_path: Path) -> None:
 def test_one_missing_file_is_named(tmp_path: Path) -> None:
     write_idx_set(tmp_path / "mnist")
     (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(
-        DataError, match=r"t10k-labels-idx1-ubyte or .*t10k-labels-idx1-ubyte.gz does not exist"
-    ):
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte or .*t10k-labels-idx1-ubyte.gz does not exist"):
         load("mnist", data_dir=tmp_path)

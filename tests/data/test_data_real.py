@@ -28,9 +28,7 @@ def real(name: str) -> DataSet:
     return data
 
 
-@pytest.mark.parametrize(
-    ("name", "mean", "std"), [("mnist", 0.1307, 0.3081), ("fashion-mnist", 0.2860, 0.3530)]
-)
+@pytest.mark.parametrize(("name", "mean", "std"), [("mnist", 0.1307, 0.3081), ("fashion-mnist", 0.2860, 0.3530)])
 def test_idx_sets(name: str, mean: float, std: float) -> None:
     data = real(name)
     assert data.x_train.double().mean().item() == pytest.approx(mean, abs=5e-5)

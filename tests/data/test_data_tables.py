@@ -60,9 +60,7 @@ def test_last_line_needs_no_newline_and_blank_lines_at_the_end_are_nothing(tmp_p
     ],
 )
 @pytest.mark.parametrize("block", [2, 8192])
-def test_bad_line_is_named(
-    third: str, fact: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_line_is_named(third: str, fact: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_csv, "_BLOCK", block)
     (tmp_path / "t").write_text(f"1,0,0,1\n9,1,1,1\n{third}\n1,0,1,0\n")
     with pytest.raises(DataError) as caught:

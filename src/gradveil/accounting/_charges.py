@@ -22,9 +22,7 @@ def mechanism_of(header: RunHeader, sampler: str, rate: float, batch_size: float
     if sampler not in FIXED_SIZE:
         # An unknown sampler has no rate worth checking: it has no bound at any.
         return Mechanism(sampler=sampler, rate=check_rate(rate) if sampler == "poisson" else 1.0)
-    whole = (
-        round(batch_size) if math.isfinite(batch_size) and abs(batch_size - round(batch_size)) < 1e-6 else 0
-    )
+    whole = round(batch_size) if math.isfinite(batch_size) and abs(batch_size - round(batch_size)) < 1e-6 else 0
     return Mechanism(sampler=sampler, rate=check_rate(rate), batch_size=whole, population=header.population)
 
 
@@ -50,9 +48,7 @@ def release_charges(header: RunHeader, releases: Iterable[Release]) -> list[Char
                 "clipping alone protects nothing"
             )
         if math.isfinite(z):  # an infinite multiplier: every bound is 0 and nothing depends on the data
-            charges.append(
-                (mechanism_of(header, release.sampler, release.sample_rate, release.expected_batch_size), z)
-            )
+            charges.append((mechanism_of(header, release.sampler, release.sample_rate, release.expected_batch_size), z))
     return charges
 
 

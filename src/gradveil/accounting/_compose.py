@@ -94,11 +94,7 @@ def composed_epsilon(
     replace = neighbours == "replace-one"
     # The RDP of fixed-size sampling costs .2 s a cell: fewer, coarser cells.
     slow = accountant == "RDP" and any(m.sampler in FIXED_SIZE for m in by_mechanism)
-    limits = (
-        {"exact_limit": 8, "cell_limit": 32}
-        if slow
-        else {"exact_limit": EXACT_LIMIT, "cell_limit": CELL_LIMIT}
-    )
+    limits = {"exact_limit": 8, "cell_limit": 32} if slow else {"exact_limit": EXACT_LIMIT, "cell_limit": CELL_LIMIT}
     parts = tuple((m, z, count) for m, zs in by_mechanism.items() for z, count in cells(zs, **limits))
     if not parts:
         return 0.0
@@ -109,9 +105,7 @@ def composed_epsilon(
     total = np.zeros(len(orders))
     for mechanism, z, count in parts:
         if mechanism.sampler == "without-replacement":
-            total = total + count * rdp_without_replacement(
-                mechanism.population, mechanism.batch_size, z, orders
-            )
+            total = total + count * rdp_without_replacement(mechanism.population, mechanism.batch_size, z, orders)
         else:
             total = total + count * rdp_poisson(mechanism.rate, z, orders, replace)
     return tight_epsilon(orders, total, delta)

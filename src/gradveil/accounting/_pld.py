@@ -80,9 +80,7 @@ def _fixed_size_pld(mechanism: Mechanism, z: float, interval: float) -> Any:
     positive = np.minimum.accumulate(fixed_size_deltas(mechanism, z, epsilons))
     negative = -np.expm1(-epsilons[:0:-1]) + np.exp(-epsilons[:0:-1]) * positive[:0:-1]
     deltas = np.concatenate([np.minimum(negative, 1.0), positive])
-    return PrivacyLossDistribution(
-        pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, deltas)
-    )
+    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, deltas))
 
 
 @lru_cache(maxsize=1024)
@@ -101,9 +99,7 @@ def _steps(mechanism: Mechanism, replace: bool, interval: float, z: float, count
         z,
         value_discretization_interval=interval,
         sampling_prob=mechanism.rate,
-        neighboring_relation=(
-            NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE
-        ),
+        neighboring_relation=(NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE),
     )
     return one.self_compose(count) if count > 1 else one
 

@@ -57,9 +57,7 @@ def affordable_steps(
     private data must declare as ``header.steps`` no more than what this returns at its start.
     """
     if not budget > 0:
-        raise ConfigError(
-            f"budget {budget!r} is not above zero: no private step has epsilon 0. Give epsilon > 0."
-        )
+        raise ConfigError(f"budget {budget!r} is not above zero: no private step has epsilon 0. Give epsilon > 0.")
     default_neighbours, default_accountant = default_view(header.sampling)
     neighbours = neighbours or default_neighbours
     accountant = accountant or default_accountant

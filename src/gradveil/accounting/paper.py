@@ -104,9 +104,7 @@ def paper_curve(sigmas: Sequence[float] | Array, sample_rate: float, delta: floa
     }
 
 
-def paper_epsilons(
-    sigmas: Sequence[float] | Array, sample_rate: float, delta: float
-) -> dict[str, PaperEpsilon]:
+def paper_epsilons(sigmas: Sequence[float] | Array, sample_rate: float, delta: float) -> dict[str, PaperEpsilon]:
     """Each published method's epsilon for the whole run, with the delta it really spends. No steps: 0."""
     values = _checked(sigmas, sample_rate, delta)
     curve = paper_curve(values, sample_rate, delta)

@@ -30,9 +30,7 @@ from gradveil.accounting._compose import (
 from gradveil.records import Release, RunHeader
 
 UNIT = "the unit of protection is one example"
-NOT_COVERED = (
-    "hyper-parameter search, and metrics computed from the training data (such as the loss), are not covered"
-)
+NOT_COVERED = "hyper-parameter search, and metrics computed from the training data (such as the loss), are not covered"
 _ALWAYS = (
     UNIT,
     "which examples were drawn and what noise was added stay secret",
@@ -42,14 +40,11 @@ _ALWAYS = (
 _ONE_ROW = "each example contributes to at most one row of a batch in each step"
 _MANY_ROWS = "an example fills as many rows of a batch as it was drawn times, each clipped on its own"
 _SEEDED = (
-    "the run was seeded: whoever knows the seed can take the noise off; "
-    "the value holds only while the seed is secret"
+    "the run was seeded: whoever knows the seed can take the noise off; the value holds only while the seed is secret"
 )
 _PUBLIC_STOP = "the stopping rule used data that were declared public"
 _PRIVATE_STOP = "training stops on private data, so every declared step is charged, taken or not"
-_RECORDED_S = (
-    "the sensitivities S_t recorded in the ledger depend on the data and must not be published with the model"
-)
+_RECORDED_S = "the sensitivities S_t recorded in the ledger depend on the data and must not be published with the model"
 
 
 @dataclass(frozen=True, kw_only=True)

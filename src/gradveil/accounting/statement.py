@@ -164,8 +164,6 @@ def statement(header: RunHeader, releases: Sequence[Release], *, delta: float | 
         steps_taken=len(releases),
         steps_recovered=sum(r.recovered for r in releases),
         proved=proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant),
-        proved_other=proved_epsilon(
-            header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant
-        ),
+        proved_other=proved_epsilon(header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant),
         paper=from_releases(header, releases) if noised else {},
     )

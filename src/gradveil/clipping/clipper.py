@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_input
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
@@ -119,7 +120,7 @@ class Clipper:
         for unit in self.units:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
-            unit.module.forward = _Followed(self, unit, own)  # type: ignore[assignment]
+            unit.module.forward = _Followed(self, unit, own)
             for name, parameter in zip(unit.names, unit.parameters, strict=True):
                 self._handles.append(parameter.register_hook(self._only_ours(name, parameter)))
 
@@ -388,7 +389,7 @@ class _ConvTap(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
         to_x = None
         if needs_x:
-            to_x = torch.nn.grad.conv2d_input(x.shape, weight.to(g.dtype), g, stride, padding, dilation, groups)
+            to_x = conv2d_input(x.shape, weight.to(g.dtype), g, stride, padding, dilation, groups)
             to_x = to_x.to(x.dtype)
         use = Conv2dUse(
             x,

@@ -24,7 +24,8 @@ from gradveil.errors import UnsupportedModelError
 def check_examples_apart(module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
     """Compare the model's output on the whole batch with its output on the first example alone, in eval mode."""
     first = tree_map(
-        lambda t: t[:1] if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch else t, (args, kwargs)
+        lambda t: t[:1] if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch else t,
+        (args, kwargs),
     )
     modes = {child: child.training for child in module.modules()}
     try:
@@ -51,17 +52,12 @@ def check_examples_apart(module: nn.Module, args: Any, kwargs: Any, batch: int) 
 class _Watched(torch.Tensor):
     """The model's first output, marked so that the loss computed from it is recognised at ``backward()``."""
 
-    watch: OutputWatch
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
-            for watch in {t.watch for t in _ACTIVE if t.watch is not None}:
+            for watch in list(_WAITING):
                 watch.check_loss(args[0])
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-_ACTIVE: list[_Watched] = []
 
 
 class OutputWatch:
@@ -69,31 +65,36 @@ class OutputWatch:
 
     def __init__(self) -> None:
         self.model_checked = False
-        self.loss_checked = False
+        self._wrapped = False
         self._outputs: list[Tensor] = []
 
     def wrap(self, output: Any, batch: int) -> Any:
-        if self.loss_checked or batch < 2:
+        """The output, marked if it is the first; the loss is looked at when its ``backward`` is called."""
+        self._forget()
+        if self._wrapped or batch < 2:
             return output
-        self.loss_checked = True
+        self._wrapped = True
 
         def mark(t: Any) -> Any:
             if type(t) is not Tensor or not t.requires_grad or t.dim() == 0 or t.shape[0] != batch:
                 return t
             marked = t.as_subclass(_Watched)
-            marked.watch = self
             self._outputs.append(marked)
-            _ACTIVE.append(marked)
             return marked
 
-        return tree_map(mark, output)
+        marked = tree_map(mark, output)
+        _WAITING.append(self)
+        return marked
+
+    def _forget(self) -> list[Tensor]:
+        outputs, self._outputs = self._outputs, []
+        _WAITING[:] = [watch for watch in _WAITING if watch is not self]
+        return outputs
 
     def check_loss(self, loss: Tensor) -> None:
-        outputs, self._outputs = self._outputs, []
-        for output in outputs:
-            _ACTIVE[:] = [t for t in _ACTIVE if t is not output]
+        """Refuse a loss in which the outputs of different examples interact."""
         with torch._C.DisableTorchFunctionSubclass():
-            for output in outputs:
+            for output in self._forget():
                 if _mixes(loss, output):
                     raise UnsupportedModelError(
                         "the loss mixes examples: its gradient for one example's output depends on another's, so no "
@@ -102,9 +103,14 @@ class OutputWatch:
                     )
 
 
+_WAITING: list[OutputWatch] = []
+
+
 def _mixes(loss: Tensor, output: Tensor) -> bool:
     """Whether d(loss)/d(output of example 0) changes with the output of another example."""
     try:
+        grad: Tensor | None
+        curvature: Tensor | None
         (grad,) = torch.autograd.grad(loss.sum(), output, create_graph=True, allow_unused=True)
         if grad is None or not grad.requires_grad:
             return False  # unused, or linear in the outputs: nothing to mix

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class FunctionCall:
         for i, value in zip(self.batched, batched, strict=True):
             leaves[i] = value.unsqueeze(0)
         outputs = self.whole(parameters, leaves)
-        return tuple(o.select(d, 0) for o, d in zip(outputs, self.plan.batch_dims, strict=True))
+        return tuple(o.select(d, 0) for o, d in zip(outputs, self.plan.batch_dims or (), strict=True))
 
     def whole(self, parameters: list[Tensor], leaves: list[Any]) -> list[Tensor]:
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -101,22 +101,27 @@ class FunctionCall:
             if cotangents is None:
                 return run(parameters, [batched[w] for w in wanted]), [], []
             outputs, pull = vjp(run, parameters, [batched[w] for w in wanted])
-            from_params, from_inputs = pull(cotangents)
+            from_params, from_inputs = cast(tuple[list[Tensor], list[Tensor]], pull(cotangents))
             return outputs, from_inputs, from_params
 
         if self.plan.loop:
             return self._looped(example, values, grads, dims)
-        in_dims = (0, None if grads is None else dims)
-        mapped = vmap(example, in_dims=in_dims, out_dims=(dims, 0, 0), randomness="different")
+        in_dims: Any = (0, None if grads is None else dims)
+        out_dims: Any = (dims, 0, 0)
+        mapped = vmap(example, in_dims=in_dims, out_dims=out_dims, randomness="different")
         outputs, inputs, params = mapped(values, grads)
         return outputs, inputs, params
 
-    def _looped(self, example: Any, values: list[Tensor], grads: Any, dims: tuple[int, ...]) -> Any:
+    def _looped(
+        self, example: Any, values: list[Tensor], grads: Any, dims: tuple[int, ...]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
         rows = []
         for i in range(self.batch):
             cotangents = None if grads is None else tuple(g.select(d, i) for g, d in zip(grads, dims, strict=True))
             rows.append(example([v[i] for v in values], cotangents))
-        outputs = tuple(torch.stack(c, dim=d) for c, d in zip(zip(*(r[0] for r in rows), strict=True), dims, strict=True))
+        outputs = tuple(
+            torch.stack(c, dim=d) for c, d in zip(zip(*(r[0] for r in rows), strict=True), dims, strict=True)
+        )
         inputs = [torch.stack(c) for c in zip(*(r[1] for r in rows), strict=True)]
         params = [torch.stack(c) for c in zip(*(r[2] for r in rows), strict=True)]
         return outputs, inputs, params

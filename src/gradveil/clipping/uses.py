@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
 # Elements of per-example work held at a time: small enough for a CPU's cache, large enough for a GPU's width.
 _CPU_CHUNK_ELEMENTS = 1 << 19
@@ -66,9 +67,7 @@ class Use:
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return _add_up(
-            _weighted([w[rows] for w in weights], self.per_example(rows)) for rows in self.chunks()
-        )
+        return _add_up(_weighted([w[rows] for w in weights], self.per_example(rows)) for rows in self.chunks())
 
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         """A few examples at a time: gradients, norms, weights, sum. The gradients are computed once."""
@@ -85,7 +84,8 @@ class Use:
 
 def _row_sq_norms(g: Tensor) -> Tensor:
     flat = wide(g).flatten(1)
-    return torch.linalg.vecdot(flat, flat)
+    squares: Tensor = torch.linalg.vecdot(flat, flat)
+    return squares
 
 
 def _weighted(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -142,13 +142,15 @@ class WhitenedUse(Use):
 
     def __init__(self, use: Use, centres: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         self.use, self.centres, self.scales = use, centres, scales
-        self.examples, self.device, self.elements_per_example = use.examples, use.device, use.elements_per_example
+        self.examples, self.device, self.elements_per_example = (
+            use.examples,
+            use.device,
+            use.elements_per_example,
+        )
         self.kept: Tensor | None = None
 
     def per_example(self, rows: slice) -> list[Tensor]:
-        grads = [
-            (g - m) / b for g, m, b in zip(self.use.per_example(rows), self.centres, self.scales, strict=True)
-        ]
+        grads = [(g - m) / b for g, m, b in zip(self.use.per_example(rows), self.centres, self.scales, strict=True)]
         return grads if self.kept is None else [keep_rows(g, self.kept[rows]) for g in grads]
 
     def keep(self, keep: Tensor) -> None:
@@ -206,7 +208,6 @@ class LinearUse(Use):
             found.append(scaled[id(weights[0])].flatten(0, 1).mT @ self.x_BTD.flatten(0, 1))
         return found + ([scaled[id(weights[-1])].sum((0, 1))] if self.bias else [])
 
-
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         if not self.rank_one:
             return super().clipped_sums(weigh)
@@ -238,7 +239,13 @@ class Conv2dUse(Use):
         if self.x_BCHW.dtype != self.g_BOHW.dtype:
             common = torch.promote_types(self.x_BCHW.dtype, self.g_BOHW.dtype)
             self.x_BCHW, self.g_BOHW = self.x_BCHW.to(common), self.g_BOHW.to(common)
-        self.kernel, self.stride, self.padding, self.dilation, self.groups = kernel, stride, padding, dilation, groups
+        self.kernel, self.stride, self.padding, self.dilation, self.groups = (
+            kernel,
+            stride,
+            padding,
+            dilation,
+            groups,
+        )
         pixels = g.shape[2] * g.shape[3]
         self.elements_per_example = x.shape[1] * kernel[0] * kernel[1] * max(pixels, g.shape[1] // groups)
 
@@ -273,8 +280,6 @@ class Conv2dUse(Use):
         if self.weight:
             shape = (scaled.shape[1], self.x_BCHW.shape[1] // self.groups, *self.kernel)
             found.append(
-                torch.nn.grad.conv2d_weight(
-                    self.x_BCHW, shape, scaled, self.stride, self.padding, self.dilation, self.groups
-                )
+                conv2d_weight(self.x_BCHW, shape, scaled, self.stride, self.padding, self.dilation, self.groups)
             )
         return found + ([scaled.sum((0, 2, 3))] if self.bias else [])

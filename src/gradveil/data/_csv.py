@@ -20,9 +20,7 @@ _LABEL = re.compile(rb'\s*(?:"(\d{1,9})"|(\d{1,9}))')
 _BLOCK = 8192  # lines per numpy check: a few megabytes at a time
 
 
-def read_bits(
-    path: Path, *, columns: int, labels: range | None
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_bits(path: Path, *, columns: int, labels: range | None) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """The bits, one row per line, and the labels as written; ``labels`` bounds them (None: any)."""
     lines = path.read_bytes().splitlines()
     while lines and not lines[-1].strip():

@@ -75,9 +75,7 @@ def download(
             f"{description.source} by hand at {_by_hand(description, directory)}."
         ) from None
     except OSError as error:
-        raise DataError(
-            f"{name}: {folder} cannot be written ({error}). Check its permissions and the disk."
-        ) from None
+        raise DataError(f"{name}: {folder} cannot be written ({error}). Check its permissions and the disk.") from None
     return folder / source.unpacks_to
 
 

@@ -50,9 +50,7 @@ def _pair(images: Path, labels: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArra
         )
     if int(y.max()) >= CLASSES:
         where = int(np.argmax(y >= CLASSES))
-        raise damaged(
-            labels, f"label {y[where]} at position {where} is not in 0..{CLASSES - 1}", "It is not a class."
-        )
+        raise damaged(labels, f"label {y[where]} at position {where} is not in 0..{CLASSES - 1}", "It is not a class.")
     return x[:, None, :, :], y.astype(np.int64)
 
 

@@ -56,9 +56,7 @@ def read_face(path: Path) -> npt.NDArray[np.uint8]:
             if size in ((SIDE, SIDE), (FRAME, FRAME)):
                 face = image.convert("RGB")
     except Exception as error:  # Pillow's decoders raise many kinds on a damaged file; all mean the same here
-        raise damaged(
-            path, f"cannot be read as an image ({error})", "A face is missing from the set."
-        ) from None
+        raise damaged(path, f"cannot be read as an image ({error})", "A face is missing from the set.") from None
     if size == (FRAME, FRAME):
         face = face.crop(_CENTRE).resize((SIDE, SIDE), Image.Resampling.BILINEAR)
     elif size != (SIDE, SIDE):

@@ -1,0 +1,66 @@
+"""The command line: one file per command, each thin. Results on stdout, progress on stderr.
+
+Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 budget exhausted, 4 ledger invalid.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from gradveil.errors import GradveilError
+from gradveil.version import __version__
+
+_COMMANDS = {
+    "train": "Train a model privately and record every release.",
+    "demo": "Four strategies on the digits data, side by side, in about a minute.",
+    "strategies": "List the strategies and what each guarantees.",
+    "datasets": "List the data sets, what is there, and fetch what is not.",
+    "ledger": "Verify or show a run's ledger.",
+}
+
+
+class _Lazy(click.Group):
+    """Imports a command's file when it is called: `gradveil strategies` needs no torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"gradveil.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="gradveil")
+def cli() -> None:
+    """Train PyTorch models with differential privacy that withstands gradient leakage, and show it."""
+
+
+def main() -> None:
+    """The console script: errors raised on purpose become one message and their exit code."""
+    try:
+        cli(standalone_mode=False)
+    except GradveilError as error:
+        click.echo(f"gradveil: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except click.Abort:
+        click.echo("gradveil: interrupted. A run directory can be resumed: gradveil train --resume RUN", err=True)
+        sys.exit(130)
+    except KeyboardInterrupt:
+        click.echo("gradveil: interrupted. A run directory can be resumed: gradveil train --resume RUN", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,182 @@
+"""``gradveil train``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gradveil import schedules, strategies
+from gradveil.cli._output import number
+from gradveil.config import RunConfig, read_toml
+from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.records import SAMPLINGS
+
+if TYPE_CHECKING:
+    from gradveil.training import Result
+
+_DECAYS = click.Choice(list(schedules.DECAYS))
+
+
+def _option(*names: str, **settings: Any) -> Any:
+    return click.option(*names, default=None, **settings)
+
+
+@click.command("train")
+@_option("--config", type=click.Path(path_type=Path), help="A TOML file of settings; flags override it.")
+@_option("--dataset", help="Data set (gradveil datasets lists them).  [default: digits]")
+@_option("--model", help="auto, paper-cnn or paper-mlp.  [default: auto]")
+@_option("--strategy", help="Strategy (gradveil strategies lists them).  [default: baseline]")
+@_option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
+@_option("--sigma", type=float, help="Noise scale, at the start.  [default: 6]")
+@_option("--delta", type=float, help="Delta, below 1/N.  [default: 1e-5]")
+@_option("--steps", type=int, help="Training steps T.  [default: the data set's]")
+@_option("--batch-size", type=int, help="Expected batch size B.  [default: the data set's]")
+@_option("--physical-batch-size", type=int, help="Split larger batches into parts of this size; same result.")
+@_option("--lr", type=float, help="Learning rate.  [default: 0.05]")
+@_option("--optimizer", type=click.Choice(["sgd", "adam"]), help="[default: sgd]")
+@_option("--momentum", type=float, help="Momentum of SGD.  [default: 0]")
+@_option("--weight-decay", type=float, help="[default: 0]")
+@_option("--dropout", type=float, help="Dropout before the last layer of paper-cnn.  [default: 0]")
+@_option("--activation", help="relu, tanh, sigmoid or elu.  [default: relu]")
+@_option("--sampling", help=f"{', '.join(SAMPLINGS)}.  [default: poisson]")
+@_option("--clipping", help="per-layer or flat.  [default: per-layer]")
+@_option("--reading", type=click.Choice(strategies.READINGS), help="Reading of l2-max.  [default: example]")
+@_option("--decay", type=_DECAYS, help="Shape of whatever decays.")
+@_option("--clip-decay", type=_DECAYS, help="Shape of the clip bound's decay.  [default: linear]")
+@_option("--clip-end", type=float, help="Clip bound at the last step.  [default: half of --clip]")
+@_option("--sigma-decay", type=_DECAYS, help="Shape of sigma's decay.  [default: exponential]")
+@_option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
+@_option("--fixed-variance", is_flag=True, help="Constant noise std: sigma_t = varsigma / S_t.")
+@_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
+@_option("--budget", type=float, help="Refuse the step that would spend more than this proved epsilon.")
+@_option("--allow-unproved", is_flag=True, help="Allow shuffling, of which nothing is proved.")
+@_option("--stop-at-accuracy", type=float, help="Stop when the test accuracy reaches this.")
+@_option(
+    "--stop-data",
+    type=click.Choice(["private", "public"]),
+    help="What the test set is: on private data all declared steps are charged.  [default: private]",
+)
+@_option("--device", help="cpu or cuda.  [default: cpu]")
+@_option("--evaluate-every", type=int, help="Steps between evaluations.  [default: T/20]")
+@_option("--checkpoint-every", type=int, help="Steps between checkpoints.  [default: T/20]")
+@_option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
+@_option("--seed", type=int, help="Make the run repeatable. Whoever knows the seed can take the noise off.")
+@_option("--run-dir", type=click.Path(path_type=Path), help="[default: runs/<data set>-<strategy>-<time>]")
+@_option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with an interrupted run.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    config: Path | None,
+    seed: int | None,
+    run_dir: Path | None,
+    resume: Path | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Train a model as configured, into a run directory: config, ledger, metrics, checkpoints."""
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    if "options" in given:
+        given["options"] = _options(given["options"])
+    from_file = read_toml(config) if config is not None else {}
+    if "seed" in from_file:
+        raise ConfigError(f"{config} holds a seed. A seed is a secret and {config} is not: give it with --seed.")
+    if resume is not None:
+        if run_dir is not None:
+            raise ConfigError("--resume names the run directory already; leave --run-dir out.")
+        result = _train(lambda tell, _: _resume(resume, from_file | given, seed, tell), None)
+    else:
+        settings = RunConfig.check(from_file | given)
+        _check_names(settings)
+        where = run_dir or Path("runs") / f"{settings.dataset}-{settings.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+        result = _train(lambda tell, c: _new(c, where, seed, tell), settings)
+    report(result, as_json)
+    if result.budget_exhausted:
+        click.echo(f"gradveil: {result.ended}", err=True)
+        sys.exit(3)
+
+
+def _check_names(settings: RunConfig) -> None:
+    """Names are checked before torch is loaded: a typo is answered at once."""
+    from gradveil.data import CATALOGUE
+
+    strategies.get(settings.strategy)
+    if settings.dataset not in CATALOGUE:
+        raise UnknownNameError("data set", settings.dataset, CATALOGUE)
+    if settings.sampling not in SAMPLINGS:
+        raise UnknownNameError("sampling", settings.sampling, SAMPLINGS)
+
+
+def _options(pairs: tuple[str, ...]) -> dict[str, float]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--option {pair!r}: give NAME=NUMBER, such as quantile=0.5.") from None
+        if not equals:
+            raise ConfigError(f"--option {pair!r}: give NAME=NUMBER, such as quantile=0.5.")
+    return found
+
+
+def _new(settings: RunConfig, where: Path, seed: int | None, tell: Any) -> Result:
+    from gradveil.training import train
+
+    return train(settings, run_dir=where, seed=seed, progress=tell)
+
+
+def _resume(where: Path, given: dict[str, Any], seed: int | None, tell: Any) -> Result:
+    from gradveil.training import resume
+
+    return resume(where, settings=given, seed=seed, progress=tell)
+
+
+def _train(run: Any, settings: RunConfig | None) -> Result:
+    """Run with a live progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (  # fits 80 columns
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=10),
+        TextColumn("{task.completed}/{task.fields[steps]}"),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    label = settings.strategy if settings is not None else "resumed"
+    with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
+        task = bar.add_task(label, total=None, figures="", steps="?")
+
+        def tell(p: Any) -> None:
+            figures = f"loss {p.loss:.3f}"
+            if p.accuracy is not None:
+                figures += f" acc {p.accuracy:.3f}"
+            if p.epsilon is not None:
+                figures += f" eps(MA) {p.epsilon:.3f}"
+            bar.update(task, total=p.steps, completed=p.step, figures=figures, steps=p.steps)
+
+        return run(tell, settings)  # type: ignore[no-any-return]
+
+
+def report(result: Result, as_json: bool) -> None:
+    """The result on stdout."""
+    if as_json:
+        click.echo(json.dumps(result.to_dict()))
+        return
+    click.echo(f"run directory     {result.run_dir}")
+    click.echo(f"steps             {result.steps}  ({result.ended})")
+    click.echo(f"test accuracy     {result.accuracy:.4f}")
+    click.echo(f"seconds per step  {number(result.seconds_per_step)}")
+    if result.noise_std_first is not None:
+        click.echo(
+            f"noise std         {number(result.noise_std_first)} at the first step, "
+            f"{number(result.noise_std_last)} at the last"
+        )
+    if result.not_finite_examples:
+        click.echo(f"not finite        {result.not_finite_examples} per-example gradients counted as zero")
+    click.echo()
+    click.echo(str(result.statement))

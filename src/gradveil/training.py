@@ -1,0 +1,390 @@
+"""The loop behind the command line: fit, evaluate, stop, checkpoint, resume.
+
+Order of events at every point where something leaves the process: the ledger is committed first, then
+the metric, the checkpoint or the progress line is written.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil import data, models
+from gradveil.accounting import Statement
+from gradveil.config import RunConfig, read_toml
+from gradveil.engine import PrivacyEngine
+from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
+from gradveil.randomness import SecretKey
+from gradveil.rundir import RunDirectory, write_whole
+from gradveil.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a progress display is told now and then. ``loss`` and ``accuracy`` are of the latest look."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: float | None
+    epsilon: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    run_dir: Path
+    steps: int
+    accuracy: float
+    seconds_per_step: float
+    ended: str
+    budget_exhausted: bool
+    not_finite_examples: int
+    statement: Statement
+    noise_std_first: float | None
+    noise_std_last: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.run_dir),
+            "steps": self.steps,
+            "accuracy": self.accuracy,
+            "seconds_per_step": self.seconds_per_step,
+            "ended": self.ended,
+            "not_finite_examples": self.not_finite_examples,
+            "noise_std_first": self.noise_std_first,
+            "noise_std_last": self.noise_std_last,
+            "privacy": self.statement.to_dict(),
+        }
+
+
+def train(
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    seed: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    command: Sequence[str] = (),
+) -> Result:
+    """Train one model as configured, into a new run directory."""
+    session = _Session(config, seed)  # everything that can be wrong with the settings shows here
+    run = RunDirectory.create(run_dir)
+    write_whole(run.config, config.to_toml().encode())
+    write_whole(run.environment, json.dumps(_environment(config, command), indent=1).encode())
+    if seed is not None:
+        run.write_seed(seed)
+    session.start(run, resume=False)
+    return session.fit(progress)
+
+
+def resume(
+    run_dir: Path,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Result:
+    """Go on with an interrupted run from its newest checkpoint; ``settings`` must be those it began with."""
+    run = RunDirectory.open(run_dir)
+    stored = RunConfig.check(read_toml(run.config))
+    for name, value in (settings or {}).items():
+        if getattr(stored, name, None) != value:
+            raise RunDirectoryError(
+                f"the run in {run_dir} was begun with {name} = {getattr(stored, name, None)!r} and cannot go on with "
+                f"{value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
+            )
+    stored_seed = run.read_seed()
+    if seed is not None and seed != stored_seed:
+        raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
+    contents = run.verified_ledger() if run.ledger.exists() else None
+    if contents is not None and contents.header.seeded and stored_seed is None:
+        raise RunDirectoryError(
+            f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
+        )
+    if contents is not None and contents.ended is not None:
+        raise RunDirectoryError(f"the run in {run_dir} is complete ({contents.ended}): there is nothing to resume.")
+    session = _Session(stored, stored_seed)
+    session.start(run, resume=contents is not None)
+    return session.fit(progress)
+
+
+class _Session:
+    """One process's part of a run."""
+
+    def __init__(self, config: RunConfig, seed: int | None) -> None:
+        self.config, self.seed = config, seed
+        self.device = _device(config.device)
+        assert config.steps is not None and config.batch_size is not None
+        self.engine_settings: dict[str, Any] = {
+            "strategy": config.strategy,
+            "clip": config.clip,
+            "sigma": config.sigma,
+            "steps": config.steps,
+            "delta": config.delta,
+            "sampling": config.sampling,
+            "clipping": config.clipping,
+            "reading": config.reading,
+            "decay": config.decay,
+            "clip_decay": config.clip_decay,
+            "clip_end": config.clip_end,
+            "sigma_decay": config.sigma_decay,
+            "sigma_end": config.sigma_end,
+            "fixed_variance": config.fixed_variance,
+            "options": config.options,
+            "budget": config.budget,
+            "allow_unproved": config.allow_unproved,
+            "stopping": "none" if config.stop_at_accuracy is None else config.stop_data,
+            "seed": seed,
+        }
+        PrivacyEngine(**self.engine_settings)  # a wrong setting is refused before any data is read
+        self.key = SecretKey(seed)
+        self.data = data.load(config.dataset, data_dir=config.data_dir)
+        self.model: nn.Module = models.build(
+            config.model,
+            self.data,
+            dropout=config.dropout,
+            activation=config.activation,
+            generator=self.key.torch_generator("initial weights"),
+        ).to(self.device)
+        self.optimizer = self._optimizer()
+        # A dry run of what make_private checks (delta, batch size, groups), before anything is written.
+        trial = PrivacyEngine(**self.engine_settings)
+        trial.make_private(
+            module=self.model,
+            optimizer=self.optimizer,
+            data_loader=self.data.train,
+            batch_size=config.batch_size,
+        )
+        trial.detach()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        c = self.config
+        if c.optimizer == "adam":
+            return torch.optim.Adam(self.model.parameters(), lr=c.lr, weight_decay=c.weight_decay)
+        return torch.optim.SGD(self.model.parameters(), lr=c.lr, momentum=c.momentum, weight_decay=c.weight_decay)
+
+    def start(self, run: RunDirectory, *, resume: bool) -> None:
+        self.run = run
+        checkpoint = run.newest_checkpoint() if resume else None
+        if checkpoint is not None and checkpoint.facts.get("config_digest") != self.config.digest():
+            raise RunDirectoryError(
+                f"checkpoint {checkpoint.path.name} was written under other settings than config.toml now holds: a run "
+                "keeps its settings. Put config.toml back, or start a new run."
+            )
+        tensors = run.read_tensors(checkpoint) if checkpoint is not None else b""
+        self.engine = PrivacyEngine(**self.engine_settings, run_dir=run.path, resume=resume)
+        assert self.config.batch_size is not None
+        train = torch.utils.data.TensorDataset(self.data.x_train.to(self.device), self.data.y_train.to(self.device))
+        _, _, self.loader = self.engine.make_private(
+            module=self.model,
+            optimizer=self.optimizer,
+            data_loader=train,
+            batch_size=self.config.batch_size,
+            physical_batch_size=self.config.physical_batch_size,
+        )
+        if checkpoint is not None:
+            self._load(tensors, checkpoint.facts)
+
+    # ---- the loop
+
+    def fit(self, progress: Callable[[Progress], None] | None) -> Result:
+        config, engine = self.config, self.engine
+        assert config.steps is not None and config.evaluate_every is not None and config.checkpoint_every is not None
+        started, first_step = time.perf_counter(), engine.step
+        away = 0.0  # seconds spent outside the steps themselves
+        total_loss, losses = torch.zeros((), device=self.device), 0
+        accuracy: float | None = None
+        loss_shown, epsilon, last_told = float("nan"), self._epsilon_so_far(), 0.0
+        ended, exhausted = "finished", False
+        step = engine.step
+        self.model.train()
+        self._seed_forward(step)
+        try:
+            for x, y in self.loader:
+                self.optimizer.zero_grad()
+                loss = F.cross_entropy(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                if len(x):
+                    total_loss, losses = total_loss + loss.detach(), losses + 1
+                if engine.step == step:
+                    continue  # a physical part of a batch
+                step = engine.step
+                self._seed_forward(step)
+                now = time.perf_counter()
+                if step % config.evaluate_every == 0 or step == config.steps:
+                    accuracy, loss_shown = self.accuracy(), float(total_loss) / max(losses, 1)
+                    total_loss, losses = torch.zeros((), device=self.device), 0
+                    epsilon = self._epsilon_so_far()
+                    self._note(step, loss_shown, accuracy, epsilon, now - started - away)
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    self._save()
+                if progress is not None and (now - last_told > 0.5 or step == config.steps):
+                    engine.commit()
+                    last_told = now
+                    shown = float(total_loss) / losses if losses else loss_shown
+                    progress(Progress(step=step, steps=config.steps, loss=shown, accuracy=accuracy, epsilon=epsilon))
+                if config.stop_at_accuracy is not None and accuracy is not None and accuracy >= config.stop_at_accuracy:
+                    ended = f"stopped at test accuracy {accuracy:.4f}, step {step} of {config.steps}"
+                    break
+                away += time.perf_counter() - now
+        except BudgetExhausted as reason:
+            ended, exhausted = str(reason), True
+        seconds = time.perf_counter() - started - away
+        self._save()
+        engine.close(ended)
+        taken = max(1, step - first_step)
+        releases = engine.releases
+        return Result(
+            run_dir=self.run.path,
+            steps=step,
+            accuracy=self.accuracy(),
+            seconds_per_step=seconds / taken,
+            ended=ended,
+            budget_exhausted=exhausted,
+            not_finite_examples=engine.not_finite_examples,
+            statement=engine.statement(),
+            noise_std_first=max(releases[0].noise_std) if releases else None,
+            noise_std_last=max(releases[-1].noise_std) if releases else None,
+        )
+
+    def _seed_forward(self, step: int) -> None:
+        """Dropout of a seeded run is a function of the step, like everything else."""
+        if self.seed is not None:
+            torch.manual_seed(self.key.torch_generator("forward", step).initial_seed())
+
+    def _epsilon_so_far(self) -> float | None:
+        """The paper's moments accountant, as published: quick enough to watch. The statement has the proved one."""
+        if not self.engine.plan.strategy.is_private or not self.engine.releases:
+            return None
+        from gradveil.accounting import from_releases
+
+        return from_releases(self.engine.header, self.engine.releases)["MA"].epsilon
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Share of the test set that is classified right."""
+        self.model.eval()
+        right = 0
+        for start in range(0, len(self.data.x_test), 2000):
+            x = self.data.x_test[start : start + 2000].to(self.device)
+            y = self.data.y_test[start : start + 2000].to(self.device)
+            right += int((self.model(x).argmax(1) == y).sum())
+        self.model.train()
+        return right / len(self.data.x_test)
+
+    def _note(self, step: int, loss: float, accuracy: float, epsilon: float | None, seconds: float) -> None:
+        self.engine.commit()
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "accuracy": accuracy,
+            "epsilon_ma_as_published": epsilon,
+            "seconds": round(seconds, 4),
+        }
+        if self.engine.releases:
+            last = self.engine.releases[-1]
+            record |= {"clip": max(last.clip), "sigma": last.sigma, "noise_std": max(last.noise_std)}
+        self.run.append_metrics(record)
+
+    # ---- checkpoints
+
+    def _save(self) -> None:
+        state = self.engine.state_dict()  # commits the ledger
+        tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        tensors |= {f"rule.{k}": v for k, v in state.pop("rule").items()}
+        scalars: dict[str, Any] = {}
+        for index, slots in self.optimizer.state_dict()["state"].items():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.{slot}"] = value
+                else:
+                    scalars[f"{index}.{slot}"] = value
+        whole = safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in tensors.items()})
+        facts = {
+            **state,
+            "config_digest": self.config.digest(),
+            "optimizer": scalars,
+            "gradveil": __version__,
+        }
+        self.run.save_checkpoint(int(state["step"]), whole, facts)
+
+    def _load(self, whole: bytes, facts: Mapping[str, Any]) -> None:
+        tensors = safetensors.torch.load(whole)
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "rule": {}, "optimizer": {}}
+        for key, value in tensors.items():
+            part, _, name = key.partition(".")
+            parts[part][name] = value
+        try:
+            self.model.load_state_dict(parts["model"])
+        except RuntimeError as error:
+            raise RunDirectoryError(f"the checkpoint is of another model: {error}") from None
+        slots: dict[int, dict[str, Any]] = {}
+        for name, tensor in parts["optimizer"].items():
+            index, _, slot = name.partition(".")
+            slots.setdefault(int(index), {})[slot] = tensor
+        for name, scalar in facts["optimizer"].items():
+            index, _, slot = name.partition(".")
+            slots.setdefault(int(index), {})[slot] = scalar
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
+        self.engine.load_state_dict({**facts, "rule": parts["rule"]})
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is unknown. Give cpu, cuda or cuda:0.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported. Give cpu or cuda.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no CUDA device here. Use --device cpu.")
+    return device
+
+
+def _environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
+    import dp_accounting
+    import scipy
+
+    cuda = config.device.startswith("cuda")
+    return {
+        "gradveil": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "dp_accounting": getattr(dp_accounting, "__version__", "unknown"),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
+        "command": without_seed(command or sys.argv),
+    }
+
+
+def without_seed(command: Sequence[str]) -> list[str]:
+    """A command line with the value of --seed taken out: whoever knows the seed can take the noise off.
+
+    >>> without_seed(["gradveil", "train", "--seed", "7", "--lr=1"])
+    ['gradveil', 'train', '--seed', '(kept in secret.json)', '--lr=1']
+    """
+    kept: list[str] = []
+    for word in command:
+        if kept and kept[-1] == "--seed":
+            kept.append("(kept in secret.json)")
+        elif word.startswith("--seed="):
+            kept.append("--seed=(kept in secret.json)")
+        else:
+            kept.append(word)
+    return kept
