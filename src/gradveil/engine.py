@@ -201,8 +201,8 @@ class PrivacyEngine:
         self.sampling = Sampling(name=self._sampling_name, population=population, batch_size=size)
         if self.plan.strategy.is_private and self.delta >= 1.0 / population:
             raise ConfigError(
-                f"delta is {self.delta:g}, not below 1/N = {1 / population:.3g} for the {population} training examples: "
-                "a mechanism that publishes one example outright would pass. Give a smaller delta."
+                f"delta is {self.delta:g}, not below 1/N = {1 / population:.3g} for {population} training examples: a "
+                "mechanism that publishes one example outright would pass. Give a smaller delta."
             )
         self._check_optimizer(module, optimizer)
         self.module, self.optimizer = module, optimizer

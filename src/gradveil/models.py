@@ -144,7 +144,7 @@ def _weights(
 ) -> nn.Module:
     """A layer without bias and with Glorot-uniform weights, which are the only thing drawn for it."""
     layer: nn.Conv2d | nn.Linear
-    layer = nn.utils.skip_init(kind, *sizes, bias=False, **settings)  # type: ignore[no-untyped-call]
+    layer = nn.utils.skip_init(kind, *sizes, bias=False, **settings)
     nn.init.xavier_uniform_(layer.weight, generator=generator)
     return layer
 

@@ -142,8 +142,9 @@ class Clipper:
             if mine is None or mine.data_ptr() != grad.data_ptr():
                 raise PrivacyViolation(
                     f"parameter {name!r} got a gradient from a use outside its own module's forward, such as "
-                    "F.linear(x, layer.weight) or a penalty on the weights in the loss. That part is not clipped per "
-                    "example. Use the parameter only through its module; for a penalty, use the optimizer's weight_decay."
+                    "F.linear(x, layer.weight) or a penalty on the weights in the loss. That part is not clipped "
+                    "per example. Use the parameter only through its module; for a penalty, use the optimizer's "
+                    "weight_decay."
                 )
 
         return check
@@ -232,7 +233,7 @@ class Clipper:
         if call.done:
             raise PrivacyViolation(
                 f"{unit.label} was differentiated twice for the same batch (retain_graph, or two losses): each "
-                "example's contribution would add up to more than the clip bound. Add the losses and call backward once."
+                "example's contribution would add up to more than the clip bound. Add the losses, call backward once."
             )
         call.done = True
         if not current.differentiated:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.errors import UnsupportedModelError
 
 
@@ -28,11 +29,15 @@ def check_examples_apart(module: nn.Module, args: Any, kwargs: Any, batch: int) 
         (args, kwargs),
     )
     modes = {child: child.training for child in module.modules()}
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    before = rng_state(device)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), rng_at(before, device):
             module.eval()
             whole = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
             alone = [t for t in tree_leaves(module(*first[0], **first[1])) if isinstance(t, Tensor)]
+            if not same_rng(before, rng_state(device)):
+                return  # random even in eval mode: two calls differ whatever the batch
     finally:
         for child, mode in modes.items():
             child.training = mode
@@ -55,7 +60,7 @@ class _Watched(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
-            for watch in list(_WAITING):
+            for watch in tuple(_WAITING):
                 watch.check_loss(args[0])
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -109,17 +114,18 @@ _WAITING: list[OutputWatch] = []
 def _mixes(loss: Tensor, output: Tensor) -> bool:
     """Whether d(loss)/d(output of example 0) changes with the output of another example."""
     try:
-        grad: Tensor | None
-        curvature: Tensor | None
-        (grad,) = torch.autograd.grad(loss.sum(), output, create_graph=True, allow_unused=True)
+        grad = _derivative(loss.sum(), output, create_graph=True)
         if grad is None or not grad.requires_grad:
             return False  # unused, or linear in the outputs: nothing to mix
         direction = torch.linspace(0.5, 1.5, grad[0].numel(), dtype=grad.dtype, device=grad.device)
-        probe = (grad[0] * direction.view_as(grad[0])).sum()
-        (curvature,) = torch.autograd.grad(probe, output, retain_graph=True, allow_unused=True)
+        curvature = _derivative((grad[0] * direction.view_as(grad[0])).sum(), output, retain_graph=True)
     except (RuntimeError, NotImplementedError):
         return False  # an operation without a second derivative: not detectable here
     if curvature is None:
         return False
     own, others = curvature[:1].abs().max(), curvature[1:].abs().max()
     return bool(others > 1e-5 * own + 1e-30) and bool(torch.isfinite(others))
+
+
+def _derivative(of: Tensor, by: Tensor, **settings: Any) -> Tensor | None:
+    return torch.autograd.grad(of, by, allow_unused=True, **settings)[0]

@@ -8,8 +8,7 @@ call on the whole batch: a module whose examples influence each other is caught 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch.func import vjp, vmap
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.clipping.units import Unit
 from gradveil.clipping.uses import MaterialisedUse
 from gradveil.errors import UnsupportedModelError
@@ -66,20 +66,20 @@ class FunctionCall:
         return outputs
 
     def forward(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
-        self.rng = _rng_state(self.device)
+        self.rng = rng_state(self.device)
         plain = self.whole(parameters, self.leaves)
-        drew = not _same_rng(self.rng, _rng_state(self.device))
+        drew = not same_rng(self.rng, rng_state(self.device))
         if self.plan.batch_dims is None:
             self._learn(parameters, plain, drew)
         if not drew:
             return tuple(plain)
-        with _rng(self.rng, self.device, leave_advanced=True):  # dropout inside: the draws must be those of backward
+        with rng_at(self.rng, self.device, leave_advanced=True):  # dropout inside: the draws must be those of backward
             return self._each(parameters, None)[0]
 
     def backward(self, parameters: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[list[Tensor], MaterialisedUse]:
         """Gradients of the differentiable inputs, and the per-example gradients of the parameters."""
         assert self.rng is not None
-        with _rng(self.rng, self.device):
+        with rng_at(self.rng, self.device):
             _, inputs, params = self._each(parameters, grads)
         return inputs, MaterialisedUse(params)
 
@@ -87,6 +87,8 @@ class FunctionCall:
         self, parameters: list[Tensor], grads: tuple[Tensor, ...] | None
     ) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
         """Run (and, given output gradients, differentiate) every example by itself."""
+        if self.plan.loop:
+            return self._looped(parameters, grads)
         values = [self.leaves[i].detach() for i in self.batched]
         wanted = [self.batched.index(i) for i in self.differentiable]
         dims = tuple(self.plan.batch_dims or ())
@@ -100,12 +102,10 @@ class FunctionCall:
 
             if cotangents is None:
                 return run(parameters, [batched[w] for w in wanted]), [], []
-            outputs, pull = vjp(run, parameters, [batched[w] for w in wanted])
-            from_params, from_inputs = cast(tuple[list[Tensor], list[Tensor]], pull(cotangents))
+            outputs, pull = cast(Any, vjp)(run, parameters, [batched[w] for w in wanted])
+            from_params, from_inputs = pull(cotangents)
             return outputs, from_inputs, from_params
 
-        if self.plan.loop:
-            return self._looped(example, values, grads, dims)
         in_dims: Any = (0, None if grads is None else dims)
         out_dims: Any = (dims, 0, 0)
         mapped = vmap(example, in_dims=in_dims, out_dims=out_dims, randomness="different")
@@ -113,22 +113,33 @@ class FunctionCall:
         return outputs, inputs, params
 
     def _looped(
-        self, example: Any, values: list[Tensor], grads: Any, dims: tuple[int, ...]
+        self, parameters: list[Tensor], grads: tuple[Tensor, ...] | None
     ) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
-        rows = []
+        """One example at a time with ordinary autograd."""
+        dims = tuple(self.plan.batch_dims or ())
+        outputs, inputs, params = [], [], []
         for i in range(self.batch):
-            cotangents = None if grads is None else tuple(g.select(d, i) for g, d in zip(grads, dims, strict=True))
-            rows.append(example([v[i] for v in values], cotangents))
-        outputs = tuple(
-            torch.stack(c, dim=d) for c, d in zip(zip(*(r[0] for r in rows), strict=True), dims, strict=True)
+            with torch.enable_grad():
+                weights = [p.detach().requires_grad_() for p in parameters]
+                row = [self.leaves[j][i].detach().requires_grad_(j in self.differentiable) for j in self.batched]
+                result = self.one(weights, *row)
+            outputs.append([o.detach() for o in result])
+            if grads is not None:
+                sources = [*weights, *(r for r in row if r.requires_grad)]
+                cotangents = [g.select(d, i) for g, d in zip(grads, dims, strict=True)]
+                found = torch.autograd.grad(result, sources, cotangents, allow_unused=True, materialize_grads=True)
+                params.append(found[: len(weights)])
+                inputs.append(found[len(weights) :])
+        whole = tuple(torch.stack(c, dim=d) for c, d in zip(zip(*outputs, strict=True), dims, strict=True))
+        return (
+            whole,
+            [torch.stack(c) for c in zip(*inputs, strict=True)],
+            [torch.stack(c) for c in zip(*params, strict=True)],
         )
-        inputs = [torch.stack(c) for c in zip(*(r[1] for r in rows), strict=True)]
-        params = [torch.stack(c) for c in zip(*(r[2] for r in rows), strict=True)]
-        return outputs, inputs, params
 
     def _learn(self, parameters: list[Tensor], plain: list[Tensor], drew: bool) -> None:
         """First call: where the batch stands in each output, whether vmap works, whether examples are apart."""
-        with _rng(_rng_state(self.device), self.device):
+        with rng_at(rng_state(self.device), self.device):
             sizes = []
             for copies in (1, 2):
                 leaves = list(self.leaves)
@@ -166,7 +177,7 @@ class FunctionCall:
             ):
                 raise UnsupportedModelError(
                     f"{self.unit.label} gives other outputs for an example alone than in the batch: it mixes examples "
-                    "(or takes an input whose first dimension is not the batch), so a per-example gradient is undefined."
+                    "(or takes an input whose first dimension is not the batch): per-example gradients are undefined."
                 )
 
 
@@ -177,29 +188,3 @@ class OutputPlan:
         self.batch_dims: list[int] | None = None
         self.spec: TreeSpec | None = None
         self.loop = False
-
-
-def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _same_rng(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
-    return torch.equal(a[0], b[0]) and (a[1] is None or b[1] is None or torch.equal(a[1], b[1]))
-
-
-@contextmanager
-def _rng(state: tuple[Tensor, Tensor | None], device: torch.device, leave_advanced: bool = False) -> Iterator[None]:
-    """Run with the generators at ``state``; afterwards put them back, unless the advance is to stay."""
-    before = _rng_state(device)
-    _set_rng(state, device)
-    try:
-        yield
-    finally:
-        if not leave_advanced:
-            _set_rng(before, device)
-
-
-def _set_rng(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
