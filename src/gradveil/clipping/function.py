@@ -18,6 +18,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gradveil.clipping._rng import rng_at, rng_state, same_rng
+from gradveil.clipping.decomposable import outputs_agree
 from gradveil.clipping.units import Unit
 from gradveil.clipping.uses import MaterialisedUse
 from gradveil.errors import UnsupportedModelError
@@ -170,11 +171,7 @@ class FunctionCall:
         if drew:
             return  # random layers differ between the two runs; nothing to compare
         for got, expected in zip(outputs, plain, strict=True):
-            tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
-            scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
-            if got.shape != expected.shape or not torch.allclose(
-                got, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True
-            ):
+            if not outputs_agree(got, expected):
                 raise UnsupportedModelError(
                     f"{self.unit.label} gives other outputs for an example alone than in the batch: it mixes examples "
                     "(or takes an input whose first dimension is not the batch): per-example gradients are undefined."
