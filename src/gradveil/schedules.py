@@ -79,12 +79,14 @@ class Schedule:
         return {"kind": self.kind, **asdict(self)}
 
 
-def _rate_to_end(start: float, end: float, steps: int, kind: str) -> int:
+def _intervals(start: float, end: float, steps: int, kind: str) -> int:
     """Common checks of the ``to`` constructors; the number of decay intervals between first and last step."""
+    Constant(start=start)  # refuses a start that is not a positive number, in its own words
     if not (end > 0 and math.isfinite(end)):
         raise ScheduleError(
-            f"{kind} schedule: the end value {end!r} is not a positive number. "
-            "A decay must end above zero: zero noise protects nothing, a zero bound trains nothing."
+            f"{kind} schedule: it would reach its end value {end!r} at step {steps - 1} of {steps}, which is not a "
+            "positive number. A decay must end above zero: zero noise protects nothing, a zero bound trains nothing. "
+            "Give a positive end value."
         )
     if end > start:
         raise ScheduleError(f"{kind} schedule: it is to decay from {start!r} to {end!r}, which is larger.")
@@ -125,7 +127,8 @@ class Linear(Schedule):
     @classmethod
     def to(cls, start: float, *, end: float, steps: int, floor: float = 0.0) -> Linear:
         """From ``start`` at the first step to ``end`` at the last of ``steps``."""
-        return cls(start=start, rate=(1.0 - end / start) / _rate_to_end(start, end, steps, cls.kind), floor=floor)
+        intervals = _intervals(start, end, steps, cls.kind)
+        return cls(start=start, rate=(1.0 - end / start) / intervals, floor=floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,8 @@ class Exponential(Schedule):
     @classmethod
     def to(cls, start: float, *, end: float, steps: int, floor: float = 0.0) -> Exponential:
         """From ``start`` at the first step to ``end`` at the last of ``steps``."""
-        return cls(start=start, rate=math.log(start / end) / _rate_to_end(start, end, steps, cls.kind), floor=floor)
+        intervals = _intervals(start, end, steps, cls.kind)
+        return cls(start=start, rate=math.log(start / end) / intervals, floor=floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +195,7 @@ class Cyclic(Schedule):
 
         Envelope and ramp share the fall equally: both end at sqrt(end / start) of where they began.
         """
-        _rate_to_end(start, end, steps, cls.kind)
+        _intervals(start, end, steps, cls.kind)
         if ramps < 2 or ramps % 2:
             raise ScheduleError(f"cyclic schedule: {ramps!r} ramps; give an even number, at least 2.")
         length = max(1, math.ceil(steps / ramps))
@@ -234,7 +238,7 @@ class Step(Schedule):
     @classmethod
     def to(cls, start: float, *, end: float, steps: int, floor: float = 0.0, levels: int = 5) -> Step:
         """``levels`` equal plateaus over ``steps``, the last of them at ``end``."""
-        _rate_to_end(start, end, steps, cls.kind)
+        _intervals(start, end, steps, cls.kind)
         levels = max(1, min(levels, steps))
         every = math.ceil(steps / levels)
         falls = (steps - 1) // every

@@ -207,8 +207,7 @@ def _schedule(
             raise ConfigError(f"{quantity} is to end at {end!r}, but it does not move under this strategy.")
         schedule = Constant(start=value)
     else:
-        start = Constant(start=value).start  # refuses a start that is not a positive number, in its own words
-        schedule = schedules.decay(kind, start, end=start * ratio if end is None else end, steps=steps)
+        schedule = schedules.decay(kind, value, end=value * ratio if end is None else end, steps=steps)
     schedule.check(steps)
     return schedule
 
