@@ -270,8 +270,7 @@ class PrivacyEngine:
             self._ledger = Ledger.resume(path, header)
         else:
             self._ledger = Ledger(header, path)
-        alive = weakref.ref(self._ledger)
-        atexit.register(_close, alive)
+        atexit.register(_commit, weakref.ref(self._ledger))
 
     # ---- the loop
 
@@ -496,7 +495,6 @@ class PrivacyEngine:
         """Note the end of the run in the ledger, and detach."""
         if self._ledger is not None and self._ledger.is_open:
             self._ledger.end(reason)
-            self._ledger.close()
         self.detach()
 
     def detach(self) -> None:
@@ -509,7 +507,7 @@ class PrivacyEngine:
             self._clipper.detach()
 
 
-def _close(ledger: weakref.ref[Ledger]) -> None:
+def _commit(ledger: weakref.ref[Ledger]) -> None:
     found = ledger()
-    if found is not None:
-        found.close()
+    if found is not None and (found.path is None or found.path.exists()):
+        found.commit()

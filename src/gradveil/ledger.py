@@ -172,60 +172,49 @@ def _header(kind: str, body: dict[str, Any]) -> RunHeader:
 
 
 class Ledger:
-    """The ledger of a running engine: in memory, and on disk where a path is given."""
+    """The ledger of a running engine: in memory, and on disk where a path is given.
+
+    No file is held open between commits; a commit that finds the file longer or shorter than this process
+    left it refuses to write: another process is at work on the same run.
+    """
 
     def __init__(self, header: RunHeader, path: Path | None = None) -> None:
-        self.header, self.path = header, path
-        self.releases: list[Release] = []
-        self.length, self.head = 0, _GENESIS
-        self._pending: list[str] = []
-        self._file: Any = None
         if path is not None:
-            # "x": a ledger is never overwritten.
-            self._file = open(path, "xb")  # noqa: SIM115 - held for the life of the run
+            path.touch(exist_ok=False)  # a ledger is never overwritten
+        self._set(header, path, (), length=0, head=_GENESIS, size=0)
         self._add("header", header.to_dict())
         self.commit()
+
+    def _set(
+        self, header: RunHeader, path: Path | None, releases: Sequence[Release], *, length: int, head: str, size: int
+    ) -> None:
+        self.header, self.path = header, path
+        self.releases: list[Release] = list(releases)
+        self.length, self.head, self._size = length, head, size
+        self._pending: list[str] = []
+        self.is_open = True
 
     @classmethod
     def resume(cls, path: Path, header: RunHeader) -> Ledger:
         """Open an existing ledger to go on; a half-written last line is cut off and counted as spent."""
         contents = read(path)
-        for field in (
-            "strategy",
-            "groups",
-            "population",
-            "sampling",
-            "sample_rate",
-            "steps",
-            "delta",
-            "plan",
-        ):
+        for field in ("strategy", "groups", "population", "sampling", "sample_rate", "steps", "delta", "plan"):
             mine, theirs = header.to_dict()[field], contents.header.to_dict()[field]
             if mine != theirs:
                 raise RunDirectoryError(
                     f"the run was begun with {field} = {theirs!r}, and is to go on with {mine!r}. A run keeps its "
                     "model and privacy settings; start a new run for others."
                 )
-        self = cls.__new__(cls)
-        self.header, self.path = contents.header, path
-        self.releases = list(contents.releases)
-        self.length, self.head = contents.length, contents.head
-        self._pending = []
-        self._file = open(path, "r+b")  # noqa: SIM115
+        whole = path.read_bytes().rfind(b"\n") + 1
         if contents.torn:
-            whole = path.read_bytes()
-            self._file.truncate(whole.rfind(b"\n") + 1)
-        self._file.seek(0, os.SEEK_END)
+            os.truncate(path, whole)
+        self = cls.__new__(cls)
+        self._set(contents.header, path, contents.releases, length=contents.length, head=contents.head, size=whole)
         self._add("resume", {"after": contents.length, "repaired": contents.torn})
         if contents.torn:
             self.append(recovered_release(contents.header, contents.releases))
         self.commit()
         return self
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more can be noted; a ledger in memory always is."""
-        return self.path is None or self._file is not None
 
     def append(self, release: Release) -> None:
         """Note a release; it is on disk after the next :meth:`commit`."""
@@ -235,28 +224,32 @@ class Ledger:
             self.commit()
 
     def end(self, reason: str) -> None:
-        """Note that the run ended, and why."""
+        """Note that the run ended, and why. Nothing can be added after it."""
         self._add("end", {"reason": reason, "releases": len(self.releases)})
         self.commit()
+        self.is_open = False
 
     def _add(self, kind: str, body: dict[str, Any]) -> None:
+        if not self.is_open:
+            raise LedgerError("the run has ended: its ledger takes no further releases. Start a new run.")
         self.length += 1
         line, self.head = _line(self.length, kind, _body_text(body), self.head)
         self._pending.append(line)
 
     def commit(self) -> None:
         """Write and fsync everything noted so far."""
-        if self._file is None:
+        if self.path is None or not self._pending:
             self._pending.clear()
             return
-        if self._pending:
-            self._file.write("".join(self._pending).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._pending.clear()
-
-    def close(self) -> None:
-        self.commit()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        data = "".join(self._pending).encode()
+        with open(self.path, "ab") as file:
+            if file.tell() != self._size:
+                raise LedgerError(
+                    f"the ledger {self.path} has {file.tell()} bytes where this process left {self._size}: another "
+                    "process is writing to the same run, or the file was changed. Nothing was written to it."
+                )
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._size += len(data)
+        self._pending.clear()

@@ -74,7 +74,9 @@ class Release:
         return 1.0 / math.sqrt(inverse_square) if inverse_square > 0 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        found = dict(vars(self))  # dataclasses.asdict copies deeply, at several times the cost; one call per step
+        found["side"] = [dict(vars(side)) for side in self.side]
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Release:

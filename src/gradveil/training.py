@@ -7,6 +7,7 @@ the metric, the checkpoint or the progress line is written.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 import time
@@ -22,13 +23,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil import data, models
-from gradveil.accounting import Statement
+from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
 from gradveil.randomness import SecretKey
 from gradveil.rundir import RunDirectory, write_whole
 from gradveil.version import __version__
+
+
+@dataclass(frozen=True)
+class Epsilon:
+    """An epsilon on the way, and what kind it is: "proved" (RDP) or "as published" (MA)."""
+
+    kind: str
+    value: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +48,7 @@ class Progress:
     steps: int
     loss: float
     accuracy: float | None
-    epsilon: float | None
+    epsilon: Epsilon | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +275,16 @@ class _Session:
         if self.seed is not None:
             torch.manual_seed(self.key.torch_generator("forward", step).initial_seed())
 
-    def _epsilon_so_far(self) -> float | None:
-        """The paper's moments accountant, as published: quick enough to watch. The statement has the proved one."""
-        if not self.engine.plan.strategy.is_private or not self.engine.releases:
+    def _epsilon_so_far(self) -> Epsilon | None:
+        """Quick enough to watch: proved by RDP (the statement's PLD is tighter), or as published where nothing is."""
+        engine = self.engine
+        if not engine.plan.strategy.is_private or not engine.releases:
             return None
-        from gradveil.accounting import from_releases
-
-        return from_releases(self.engine.header, self.engine.releases)["MA"].epsilon
+        neighbours, _ = default_view(engine.header.sampling)
+        proved = proved_epsilon(engine.header, engine.releases, neighbours=neighbours, accountant="RDP").epsilon
+        if math.isfinite(proved):
+            return Epsilon("proved", proved)
+        return Epsilon("as published", from_releases(engine.header, engine.releases)["MA"].epsilon)
 
     @torch.no_grad()
     def accuracy(self) -> float:
@@ -286,13 +298,14 @@ class _Session:
         self.model.train()
         return right / len(self.data.x_test)
 
-    def _note(self, step: int, loss: float, accuracy: float, epsilon: float | None, seconds: float) -> None:
+    def _note(self, step: int, loss: float, accuracy: float, epsilon: Epsilon | None, seconds: float) -> None:
         self.engine.commit()
         record: dict[str, Any] = {
             "step": step,
             "loss": loss,
             "accuracy": accuracy,
-            "epsilon_ma_as_published": epsilon,
+            "epsilon": epsilon.value if epsilon is not None else None,
+            "epsilon_kind": epsilon.kind if epsilon is not None else None,
             "seconds": round(seconds, 4),
         }
         if self.engine.releases:

@@ -156,7 +156,7 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
             if p.accuracy is not None:
                 figures += f" acc {p.accuracy:.3f}"
             if p.epsilon is not None:
-                figures += f" eps(MA) {p.epsilon:.3f}"
+                figures += f" eps {p.epsilon.value:.3f} {p.epsilon.kind}"
             bar.update(task, total=p.steps, completed=p.step, figures=figures, steps=p.steps)
 
         return run(tell, settings)  # type: ignore[no-any-return]

@@ -1,0 +1,316 @@
+"""What is released is what is recorded: clip bounds, sensitivities, and the noise itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import nn
+from torch.nn import functional as F
+
+from gradveil import strategies
+from gradveil.bounds import QuantileBounds, WhitenedBounds
+from gradveil.clipping import clipped_sums
+from gradveil.randomness import NoiseSource, SecretKey
+from gradveil.records import Release
+from gradveil.schedules import DECAYS
+from loops import dataset, network, run, start
+
+PRIVATE = [n for n in strategies.names() if n != "non-private"]
+ALPHA = 1e-6  # a right scale fails once in a million tests; a wrong one must always
+
+
+def decays(strategy: str) -> bool:
+    found = strategies.get(strategy)
+    return "decay" in (found.bounds, found.noise)
+
+
+@given(
+    st.sampled_from(PRIVATE),
+    st.sampled_from(sorted(DECAYS)),
+    st.sampled_from(["per-layer", "flat", {"a": ["0"], "b": ["3.weight"], "c": ["3.bias"]}]),
+    st.sampled_from(["poisson", "without-replacement", "with-replacement", "shuffle"]),
+    st.sampled_from(["example", "batch"]),
+    st.floats(0.01, 10.0),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=120)
+def test_no_example_exceeds_the_bound_the_noise_was_scaled_to(strategy, decay, clipping, sampling, reading, clip, seed):
+    """Over all strategies x schedules x groupings x samplers: the record holds what was used."""
+    found = strategies.get(strategy)
+    extra = {"decay": decay} if decays(strategy) else {}
+    if found.sensitivity == "l2max":
+        extra["reading"] = reading
+    engine, model, opt, loader = start(
+        strategy=strategy,
+        clip=clip,
+        clipping=clipping,
+        sampling=sampling,
+        allow_unproved=True,
+        steps=4,
+        seed=seed,
+        physical=3,
+        **extra,
+    )
+    groups, named = engine.groups, dict(model.named_parameters())
+    seen = {}
+
+    def look():
+        clipper = engine._clipper
+        total = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        for p, kept in engine._parts.items():
+            name = next(n for n, q in named.items() if q is p)
+            total[name] = total[name] + kept
+        seen[engine.step] = {
+            "bounds": clipper.bounds,
+            "largest": [clipper.harvest.largest(g) for g in range(len(groups))],
+            "sums": total,
+            "planned": engine.plan.sigma(engine.step),
+        }
+
+    run(engine, model, opt, loader, look)
+    assert len(engine.releases) == 4
+    for release in engine.releases:
+        step = seen[release.step]
+        assert release.clip == step["bounds"]
+        for largest, bound in zip(step["largest"], release.clip, strict=True):
+            assert largest <= bound
+        assert release.sigma == step["planned"]
+        batch = release.expected_batch_size
+        if found.sensitivity == "clip":
+            assert release.sensitivity == release.clip
+            assert release.scale_is_public
+        elif reading == "example":
+            assert set(release.sensitivity) == {max(step["largest"])}
+            assert not release.scale_is_public
+        else:
+            norms = [
+                math.sqrt(sum(float(step["sums"][n].double().square().sum()) for n in g.parameters)) / batch
+                for g in groups
+            ]
+            assert release.sensitivity == pytest.approx([max(norms)] * len(groups))
+            assert not release.scale_is_public
+        assert release.noise_std == tuple(release.sigma * s for s in release.sensitivity)
+        assert release.sampler == sampling
+        assert release.sample_rate == 10 / 60
+        assert len(release.noise_std) == len(groups) == len(engine.header.groups)
+        assert Release.from_dict(release.to_dict()) == release
+    if found.bounds == "decay":
+        assert [r.clip[0] for r in engine.releases] == [engine.plan.clip(t) for t in range(4)]
+
+
+class Wide(nn.Module):
+    """Two groups with enough coordinates for a test of their noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(25, 120)
+        self.head = nn.Linear(120, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x.flatten(1))))
+
+
+def scale_p_value(noise: np.ndarray, std: float) -> float:
+    """Two-sided test that independent normal values have this standard deviation and mean zero."""
+    standard = noise / std
+    scale = stats.chi2.cdf((standard**2).sum(), len(standard))
+    place = stats.norm.cdf(standard.sum() / math.sqrt(len(standard)))
+    shape = stats.kstest(standard, "norm").pvalue
+    return min(2 * min(scale, 1 - scale), 2 * min(place, 1 - place), shape)
+
+
+@pytest.mark.parametrize("physical", [None, 2])
+@pytest.mark.parametrize("strategy", PRIVATE)
+def test_the_recorded_noise_std_is_accepted_and_two_thirds_and_three_halves_of_it_rejected(strategy, physical):
+    """Per group; also with physical parts: the noise is added once, not once per part."""
+    extra = {"reading": "batch"} if strategies.get(strategy).sensitivity == "l2max" else {}
+    engine, model, opt, loader = start(
+        strategy=strategy, model=Wide().double(), clip=0.7, sigma=3.0, steps=3, physical=physical, **extra
+    )
+    loader._tensors = tuple(t.double() if t.is_floating_point() else t for t in loader._tensors)
+    named = dict(model.named_parameters())
+    sums, noises = {}, []
+
+    def keep():
+        sums.clear()
+        sums.update({n: p.grad.clone() for n, p in named.items()})
+        for p, kept in engine._parts.items():
+            name = next(n for n, q in named.items() if q is p)
+            sums[name] += kept
+
+    hooks = engine.optimizer.register_step_post_hook(
+        lambda *_: noises.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
+    )
+    whitening = []
+    for x, y in loader:
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        keep()
+        rule = engine.rule
+        whitening.append({n: (m.clone(), b.clone()) for n, (m, b) in (rule.whitening or {}).items()})
+        taken = len(engine.releases)
+        opt.step()
+        if len(engine.releases) == taken:
+            continue
+        release = engine.releases[-1]
+        for group, std in zip(engine.groups, release.noise_std, strict=True):
+            drawn = []
+            for n in group.parameters:
+                released = named[n].grad
+                if rule.whitening is not None:
+                    m, b = whitening[-1][n]
+                    drawn.append(((released - m) * 10.0 - sums[n]) / b)
+                else:
+                    drawn.append(released * 10.0 - sums[n])
+            values = torch.cat([d.flatten() for d in drawn]).numpy()
+            assert scale_p_value(values, std) > ALPHA
+            assert scale_p_value(values, std * 2 / 3) < ALPHA
+            assert scale_p_value(values, std * 3 / 2) < ALPHA
+    hooks.remove()
+    assert len(engine.releases) == 3
+
+
+def test_noise_is_independent_over_steps_parameters_and_keys():
+    def draw(key, step, size=4000):
+        source = NoiseSource(key, step)
+        return [source.normal_like(torch.empty(size, dtype=torch.float64)) for _ in range(2)]
+
+    key = SecretKey(1)
+    columns = [*draw(key, 0), *draw(key, 1), *draw(SecretKey(2), 0), *draw(SecretKey(), 0)]
+    correlation = torch.corrcoef(torch.stack(columns)) - torch.eye(8)
+    assert float(correlation.abs().max()) < 5 / math.sqrt(4000)
+    again = draw(SecretKey(1), 0)
+    assert torch.equal(again[0], columns[0])
+    side = [NoiseSource(key, s).normals(1)[0] for s in range(2000)]
+    assert stats.kstest(side, "norm").pvalue > 1e-4
+    half = NoiseSource(key, 0).normal_like(torch.empty(10, dtype=torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+
+
+def test_the_key_is_not_printed_and_not_pickled():
+    import pickle
+
+    with pytest.raises(TypeError, match="not written"):
+        pickle.dumps(SecretKey(12345))
+    assert "12345" not in repr(SecretKey(12345))
+
+
+def test_adding_an_example_changes_the_sums_by_at_most_the_bound():
+    data = dataset()
+    model = network().double()
+    engine, model, _, _ = start(model=model, clip=0.2)
+    x, y = data.tensors[0].double(), data.tensors[1]
+    bounds = [0.2] * len(engine.groups)
+    for i in range(10):
+        with_it = clipped_sums(model, F.cross_entropy, x[: i + 1], y[: i + 1], groups=engine.groups, bounds=bounds).sums
+        model.zero_grad()
+        if i:
+            F.cross_entropy(model(x[:i]), y[:i]).backward()
+        for group in engine.groups:
+            named = dict(model.named_parameters())
+            moved = [with_it[n] - (named[n].grad if i else 0) for n in group.parameters]
+            assert math.sqrt(sum(float(d.square().sum()) for d in moved)) <= 0.2 * (1 + 1e-9)
+
+
+# ---- quantile clipping (Andrew et al.)
+
+
+def test_quantile_clip_follows_the_quantile_and_charges_its_counts():
+    engine, model, opt, loader = start(
+        strategy="quantile-clip", clip=5.0, sigma=1.0, steps=60, batch_size=60, lr=0.0, options={"count_noise": 1.0}
+    )
+    run(engine, model, opt, loader)
+    x, y = dataset().tensors
+    norms = clipped_sums(model, F.cross_entropy, x, y, groups=engine.groups, bounds=[1.0, 1.0]).norms
+    medians = norms.median(0).values.tolist()
+    final = np.mean([r.clip for r in engine.releases[-20:]], axis=0)
+    assert final == pytest.approx(medians, rel=0.15)  # the model does not move (lr 0), the bounds find its medians
+    for before, after in zip(engine.releases, engine.releases[1:], strict=False):
+        (side,) = before.side
+        assert side.sensitivity == pytest.approx(math.sqrt(2) / 2)
+        assert side.noise_std == 1.0
+        for g in range(2):
+            share = side.values[g] / 60 + 0.5
+            assert after.clip[g] == pytest.approx(before.clip[g] * math.exp(-0.2 * (share - 0.5)))
+    z = (2 / 1.0**2 + 2 / (2 * 1.0) ** 2) ** -0.5
+    assert engine.releases[0].multiplier == pytest.approx(z)
+
+
+def test_quantile_counts_are_noised_at_the_recorded_std():
+    values = []
+    for seed in range(400):
+        engine, model, opt, loader = start(
+            strategy="quantile-clip", steps=1, sampling="without-replacement", seed=seed, options={"count_noise": 4.0}
+        )
+        run(engine, model, opt, loader, lambda e=engine: values.append([e._clipper.harvest.count_within(0) - 5.0]))
+        values[-1].append(engine.releases[0].side[0].values[0])
+        engine.detach()
+    noise = np.array([v[1] - v[0] for v in values])
+    assert scale_p_value(noise, 4.0) > ALPHA
+    assert scale_p_value(noise, 4.0 * 2 / 3) < ALPHA
+    assert scale_p_value(noise, 4.0 * 3 / 2) < ALPHA
+
+
+def test_quantile_default_count_noise():
+    plan = strategies.parameters("quantile-clip", steps=5, clip=1.0, sigma=6.0)
+    groups = [dataclasses.make_dataclass("G", ["name"])("a")]
+    assert QuantileBounds(plan, groups, batch_size=600.0).count_noise == 30.0
+    assert QuantileBounds(plan, groups, batch_size=6000.0).count_noise == 300.0
+    assert QuantileBounds(plan, groups, batch_size=20.0).count_noise == 30.0
+
+
+# ---- adaclip (Pichapati et al.)
+
+
+def test_adaclip_is_its_algorithm_one_example_at_a_time():
+    model = network().double()
+    engine, model, opt, loader = start(strategy="adaclip", model=model, steps=6, seed=4, sigma=0.5)
+    loader._tensors = tuple(t.double() if t.is_floating_point() else t for t in loader._tensors)
+    rule = engine.rule
+    assert isinstance(rule, WhitenedBounds)
+    for x, y in loader:
+        before = {n: (rule.mean[n].clone(), rule.spread[n].clone()) for n in rule.mean}
+        sums = {n: torch.zeros_like(m) for n, (m, _) in before.items()}
+        scale = {}
+        for group in engine.groups:
+            total = sum(before[n][1].sum() for n in group.parameters)
+            for n in group.parameters:
+                scale[n] = before[n][1].sqrt() * total.sqrt()
+        for i in range(len(x)):
+            huge = [1e12] * len(engine.groups)
+            grads = clipped_sums(
+                model, F.cross_entropy, x[i : i + 1], y[i : i + 1], groups=engine.groups, bounds=huge
+            ).sums
+            for group in engine.groups:
+                w = {n: (grads[n] - before[n][0]) / scale[n] for n in group.parameters}
+                norm = math.sqrt(sum(float(v.square().sum()) for v in w.values()))
+                for n, v in w.items():
+                    sums[n] += v / max(1.0, norm)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for n, p in model.named_parameters():
+            assert torch.allclose(p.grad, scale[n] * sums[n], atol=1e-10)
+        opt.step()
+        for n, p in model.named_parameters():
+            m, s = before[n]
+            noised = p.grad
+            v = ((noised - m) ** 2 - (scale[n] * 0.5 / 10.0) ** 2).clamp(1e-12, 10.0)
+            assert torch.allclose(rule.mean[n], 0.99 * m + 0.01 * noised)
+            assert torch.allclose(rule.spread[n] ** 2, 0.9 * s**2 + 0.1 * v)
+    assert all(r.clip == (1.0, 1.0) and r.noise_std == (0.5, 0.5) for r in engine.releases)
+
+
+def test_adaclip_scales_are_normalised_per_group():
+    engine, *_ = start(strategy="adaclip")
+    for group in engine.groups:
+        ratio = sum(
+            float((engine.rule.spread[n] ** 2 / engine.rule.whitening[n][1] ** 2).sum()) for n in group.parameters
+        )
+        assert ratio == pytest.approx(1.0, rel=1e-4)  # the expected squared norm of a whitened gradient is 1
