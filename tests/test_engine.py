@@ -397,3 +397,60 @@ def test_the_ledger_is_on_disk_before_weights_or_statements_are_handed_out(tmp_p
     model.state_dict()
     assert synced
     assert (tmp_path / "run" / "ledger.jsonl").read_text().count("\n") == 4
+
+
+def step_once(model, opt, loader):
+    for x, y in islice(loader, 1):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def released(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_going_back_without_a_seed_draws_new_noise_and_a_new_sample():
+    """The same noise on two gradients cancels in their difference."""
+    engine, model, opt, loader = start(sigma=50.0)
+    state = engine.state_dict()
+    step_once(model, opt, loader)
+    first = released(model)
+    engine.load_state_dict(state)
+    step_once(model, opt, loader)
+    assert float((released(model) - first).std()) > 0.5 * 50 * math.sqrt(2) / 10
+    assert [r.step for r in engine.releases] == [0, 0]
+
+
+def test_a_seeded_step_that_is_redone_repeats_itself_or_is_withheld():
+    engine, model, opt, loader = start(seed=1, sigma=50.0)
+    state, kept = engine.state_dict(), copy.deepcopy(model.state_dict())
+    step_once(model, opt, loader)
+    first = released(model)
+    model.load_state_dict(kept)
+    engine.load_state_dict(state)
+    step_once(model, opt, loader)
+    assert torch.equal(released(model), first)
+    with torch.no_grad():
+        model[0].weight.add_(0.1)
+    engine.load_state_dict(state)
+    with pytest.raises(PrivacyViolation, match="does not repeat itself bit for bit"):
+        step_once(model, opt, loader)
+    assert all(p.grad is None for p in model.parameters())  # nothing with the old noise on it is left
+    assert len(engine.releases) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [{"sigma": 25.0}, {"lr": 0.2}, {"optimizer": "adam"}, {"steps": 13}, {"strategy": "dyn-s-decay"}]
+)
+def test_two_runs_with_one_seed_and_other_settings_share_neither_noise_nor_samples(other):
+    runs = []
+    for settings in ({}, other):
+        engine, model, opt, loader = start(**{"seed": 1, "sigma": 50.0} | settings)
+        step_once(model, opt, loader)
+        runs.append(
+            (released(model) / engine.releases[0].noise_std[0], engine.sampling.draw(engine._run_key, 3).tolist())
+        )
+    correlation = torch.corrcoef(torch.stack([runs[0][0], runs[1][0]]))[0, 1]
+    assert abs(float(correlation)) < 0.4  # 77 coordinates
+    assert runs[0][1] != runs[1][1]

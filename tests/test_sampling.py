@@ -107,7 +107,13 @@ def collate_rows(rows):
 
 
 def loader_of(dataset, sampling, steps=30, **settings):
-    return PrivateLoader(dataset=dataset, sampling=sampling, key=SecretKey(3), span=lambda: range(steps), **settings)
+    return PrivateLoader(
+        dataset=dataset,
+        batch_size=sampling.batch_size,
+        draw=lambda step: sampling.draw(SecretKey(3), step),
+        span=lambda: range(steps),
+        **settings,
+    )
 
 
 def test_the_users_dataset_collate_and_workers_are_kept():

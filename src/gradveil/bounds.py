@@ -26,6 +26,7 @@ class BoundRule:
     """The bounds of each step, for every group; the defaults are those of a rule that learns nothing."""
 
     whitening: Whitening | None = None
+    side_inverse_square: float = 0.0  # what the side releases of one step add to 1/z^2 of the whole release
 
     def bounds(self, step: int) -> tuple[float, ...]:
         """The clip bound of every group at ``step``."""
@@ -97,6 +98,7 @@ class QuantileBounds(BoundRule):
             noise,
         )
         self.current = [plan.clip.start] * len(groups)
+        self.side_inverse_square = len(groups) / (2.0 * noise) ** 2
 
     def bounds(self, step: int) -> tuple[float, ...]:
         return tuple(self.current)

@@ -15,11 +15,14 @@ state_dict keys. :meth:`PrivacyEngine.detach` takes every trace of the engine of
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import math
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -225,8 +228,8 @@ class PrivacyEngine:
         ]
         loader = PrivateLoader(
             dataset=dataset,
-            sampling=self.sampling,
-            key=self._key,
+            batch_size=size,
+            draw=lambda step: self.sampling.draw(self._run_key, step),
             span=lambda: range(self.step, self.plan.steps),
             physical_batch_size=physical_batch_size,
             start=self._start_iteration,
@@ -258,7 +261,8 @@ class PrivacyEngine:
             steps=self.plan.steps,
             delta=self.delta,
             seeded=self._key.seeded,
-            plan=self.plan.to_plan(),
+            plan=self.plan.to_plan() | {"side_inverse_square": self._side_inverse_square()},
+            salt=self._salt(),
             stopping=self.stopping,
             gradveil_version=__version__,
         )
@@ -270,6 +274,8 @@ class PrivacyEngine:
             self._ledger = Ledger.resume(path, header)
         else:
             self._ledger = Ledger(header, path)
+        self._run_key = self._key.bound_to(self._ledger.header.salt)
+        self._note_earlier_releases()
         atexit.register(_commit, weakref.ref(self._ledger))
 
     # ---- the loop
@@ -351,11 +357,13 @@ class PrivacyEngine:
             groups=self.groups,
             parameters=self.parameters,
             harvest=self._clipper.harvest,
-            noise=NoiseSource(self._key, self.step),
+            noise=NoiseSource(self._run_key, self.step),
             sampler=sampler,
             sample_rate=self.sampling.rate,
             batch_size=float(self.sampling.batch_size),
         )
+        if self._run_key.seeded:
+            release = replace(release, digest=self._checked_digest())
         self._ledger.append(release)
         if self._clipper.harvest.not_finite is not None:
             self._report_not_finite(int(self._clipper.harvest.not_finite))
@@ -364,6 +372,44 @@ class PrivacyEngine:
         self._clipper.whitening = self.rule.whitening
         if self.step < self.plan.steps:
             self._clipper.bounds = self.rule.bounds(self.step)
+
+    def _salt(self) -> str:
+        """A fingerprint of what makes this run another than one with the same seed: settings, weights, optimizer."""
+        settings = [
+            self.plan.strategy.name,
+            self.plan.to_plan(),
+            self.plan.steps,
+            [(g.name, g.parameters) for g in self.groups],
+            [self.sampling.name, self.sampling.population, self.sampling.batch_size],
+            self.options,
+            self.loss_reduction,
+            type(self.optimizer).__name__,
+            [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            _fingerprint(self.parameters.values()),
+        ]
+        return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()
+
+    def _note_earlier_releases(self) -> None:
+        """What a redone step has to repeat: the digests of the seeded releases in the ledger."""
+        self._earlier = {r.step: r.digest for r in self._open().releases if r.digest is not None}
+
+    def _checked_digest(self) -> str:
+        """The digest of this step's noised gradients; refused if the step was released before and is another now.
+
+        The same noise on two different gradients cancels in their difference. The same release twice tells
+        nothing new.
+        """
+        digest = _fingerprint(p.grad for p in self.parameters.values() if p.grad is not None)
+        if self._earlier.get(self.step, digest) != digest:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            raise PrivacyViolation(
+                f"step {self.step} was released before, by an earlier process of this seeded run or before going back "
+                "to a checkpoint, and does not repeat itself bit for bit (other weights, data, device or versions). "
+                "Its noise would be used twice and cancel in the difference, so the release was withheld. Go on with "
+                "new noise: gradveil train --resume RUN --new-noise, or PrivacyEngine(resume=True) without the seed."
+            )
+        return digest
 
     def _check_batch(self, harvest: Harvest) -> str:
         """The sampler to record: gradveil's, or "unknown" where the batch did not come from the loader."""
@@ -430,12 +476,12 @@ class PrivacyEngine:
 
     def _planned_multiplier(self, step: int) -> float:
         """The noise multiplier that ``step`` will have; public before the run for every proved strategy."""
-        count = len(self.groups)
         ratio = self.plan.varsigma / self.plan.clip(step) if self.plan.fixed_variance else self.plan.sigma(step)
-        inverse_square = count / ratio**2
-        if isinstance(self.rule, bound_rules.QuantileBounds):
-            inverse_square += count / (2.0 * self.rule.count_noise) ** 2
-        return 1.0 / math.sqrt(inverse_square)
+        return 1.0 / math.sqrt(len(self.groups) / ratio**2 + self._side_inverse_square())
+
+    def _side_inverse_square(self) -> float:
+        """What the side releases of a step add to 1/z^2."""
+        return self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
 
     # ---- what is known of the run
 
@@ -484,6 +530,10 @@ class PrivacyEngine:
         if not 0 <= int(state["step"]) <= self.plan.steps:
             raise ConfigError(f"the checkpoint is of step {state['step']}, the run has {self.plan.steps}.")
         self.step = int(state["step"])
+        if not self._run_key.seeded:
+            # Steps already released may come again: with a new key, noise and samples are independent of theirs.
+            self._run_key = SecretKey()
+        self._note_earlier_releases()
         if self._clipper is not None:
             self.rule.load_state_dict(state["rule"])
             self._clipper.whitening = self.rule.whitening
@@ -505,6 +555,22 @@ class PrivacyEngine:
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
+
+
+def _fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A hash of the bits of some tensors: equal for equal tensors, on any device, with one transfer."""
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
+        odd = (
+            torch.arange(bits.numel(), device=bits.device, dtype=torch.int64) * 0x5851F42D4C957F2D + 0x14057B7EF767814F
+        )
+        sums.append((bits * odd).sum())
+    together = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(json.dumps(together).encode()).hexdigest()[:32]
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _commit(ledger: weakref.ref[Ledger]) -> None:

@@ -93,6 +93,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
         step=step,
         sigma=last.sigma * smaller,
         noise_std=tuple(s * smaller for s in last.noise_std),
+        digest=None,
         recovered=True,
     )
 

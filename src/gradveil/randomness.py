@@ -5,7 +5,8 @@ user's seed. Every use (the noise of step 7, the sample of step 7, the initial w
 generator, keyed by SHAKE-256 of (key, purpose, index). So
 
 - step t's randomness is a function of the key and of t alone: an interrupted run resumes bit for bit
-  without any generator state in a file;
+  without any generator state in a file (and the engine refuses a redone step that is not the same bit
+  for bit: the same noise on another gradient would cancel out);
 - seeing one stream tells nothing of another, since the derivation is one-way;
 - the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
   the noise off: a seed must be kept as secret as the data.
@@ -44,6 +45,16 @@ class SecretKey:
 
     def __reduce__(self) -> str:
         raise TypeError("a SecretKey is not written to files; a seeded run keeps its seed in secret.json (mode 0600)")
+
+    def bound_to(self, salt: str) -> SecretKey:
+        """The key of one run: two runs with one seed, but other settings, share neither noise nor samples.
+
+        Were they to share them, the difference of their releases would be free of noise.
+        """
+        bound = SecretKey.__new__(SecretKey)
+        bound._key = hashlib.shake_256(self._key + f"|run|{salt}".encode()).digest(32)
+        bound.seeded = self.seeded
+        return bound
 
     def _derive(self, purpose: str, index: int, size: int) -> int:
         material = self._key + f"|{purpose}|{index}".encode()

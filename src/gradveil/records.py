@@ -59,6 +59,7 @@ class Release:
     noise_std: tuple[float, ...]
     scale_is_public: bool
     side: tuple[SideRelease, ...] = ()
+    digest: str | None = None  # of the noised gradients; seeded runs only, where a redone step must repeat itself
     recovered: bool = False  # written in place of a line that a crash cut in half; counted as spent
 
     @property
@@ -92,6 +93,7 @@ class RunHeader:
     ``groups`` names the clipping groups in the order of every release's ``clip`` and ``noise_std``.
     ``plan`` describes the public schedules (``clip``, ``sigma`` as schedule dictionaries,
     ``fixed_variance``), so that steps that were declared but not taken can be charged.
+    ``salt`` ties noise and samples to this run: two runs with one seed but other settings share neither.
     ``stopping`` is "none", "public" (stops on data declared public) or "private" (all steps are charged).
     """
 
@@ -107,6 +109,7 @@ class RunHeader:
     seeded: bool
     plan: Mapping[str, Any]
     stopping: str = "none"
+    salt: str = ""
     format_version: int = FORMAT_VERSION
     gradveil_version: str = ""
 

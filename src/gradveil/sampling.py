@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from gradveil.randomness import SecretKey
 
 
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+Draw = Callable[[int], Indices]  # from the step to the indices in its batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the batches of a run are drawn from ``population`` examples; ``batch_size`` is the expected size."""
@@ -62,7 +66,7 @@ class Sampling:
         """q = B / N: the probability, or expected share, with which an example is in a batch."""
         return self.batch_size / self.population
 
-    def draw(self, key: SecretKey, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def draw(self, key: SecretKey, step: int) -> Indices:
         """The indices in the batch of ``step``; empty is possible (and is a step) under Poisson sampling."""
         n, size = self.population, self.batch_size
         if self.name == "shuffle":
@@ -88,15 +92,14 @@ class Ticket:
 class _Batches(Sampler[list[int]]):
     """The batch sampler behind a private loader; notes a ticket for each physical batch, in order."""
 
-    def __init__(self, sampling: Sampling, key: SecretKey, span: Callable[[], range], physical: int | None) -> None:
-        self.sampling, self.key, self.span, self.physical = sampling, key, span, physical
-        self.skip_empty = False
+    def __init__(self, draw: Draw, span: Callable[[], range], physical: int | None, skip_empty: bool) -> None:
+        self.draw, self.span, self.physical, self.skip_empty = draw, span, physical, skip_empty
         self.tickets: deque[Ticket] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         self.tickets.clear()
         for step in self.span():
-            indices = self.sampling.draw(self.key, step).tolist()
+            indices = self.draw(step).tolist()
             if not indices and self.skip_empty:
                 continue
             size = self.physical or max(len(indices), 1)
@@ -129,8 +132,8 @@ class PrivateLoader:
         self,
         *,
         dataset: Dataset[Any],
-        sampling: Sampling,
-        key: SecretKey,
+        batch_size: int,
+        draw: Draw,
         span: Callable[[], range],
         physical_batch_size: int | None = None,
         start: Callable[[], None] | None = None,
@@ -141,11 +144,9 @@ class PrivateLoader:
         if physical_batch_size is not None and physical_batch_size < 1:
             raise ConfigError(f"physical_batch_size is {physical_batch_size}; give at least 1, or None for no split.")
         self.dataset = dataset
-        self.sampling = sampling
-        self.batch_size = sampling.batch_size
+        self.batch_size = batch_size
         self._span, self._start, self._hand_out = span, start, hand_out
-        self._batches = _Batches(sampling, key, span, physical_batch_size)
-        self._batches.skip_empty = skip_empty
+        self._batches = _Batches(draw, span, physical_batch_size, skip_empty)
         collate = like.collate_fn if like is not None else default_collate
         self._tensors: tuple[torch.Tensor, ...] | None = None
         self._loader: DataLoader[Any] | None = None

@@ -104,9 +104,14 @@ def resume(
     *,
     settings: Mapping[str, Any] | None = None,
     seed: int | None = None,
+    new_noise: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Result:
-    """Go on with an interrupted run from its newest checkpoint; ``settings`` must be those it began with."""
+    """Go on with an interrupted run from its newest checkpoint; ``settings`` must be those it began with.
+
+    A seeded run repeats the steps after its checkpoint bit for bit, or refuses. ``new_noise`` gives the rest of
+    the run fresh noise instead.
+    """
     run = RunDirectory.open(run_dir)
     stored = RunConfig.check(read_toml(run.config))
     for name, value in (settings or {}).items():
@@ -125,7 +130,7 @@ def resume(
         )
     if contents is not None and contents.ended is not None:
         raise RunDirectoryError(f"the run in {run_dir} is complete ({contents.ended}): there is nothing to resume.")
-    session = _Session(stored, stored_seed)
+    session = _Session(stored, None if new_noise else stored_seed)
     session.start(run, resume=contents is not None)
     return session.fit(progress)
 

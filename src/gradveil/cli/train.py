@@ -68,12 +68,14 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--seed", type=int, help="Make the run repeatable. Whoever knows the seed can take the noise off.")
 @_option("--run-dir", type=click.Path(path_type=Path), help="[default: runs/<data set>-<strategy>-<time>]")
 @_option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with an interrupted run.")
+@click.option("--new-noise", is_flag=True, help="With --resume: go on with fresh noise instead of the run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     config: Path | None,
     seed: int | None,
     run_dir: Path | None,
     resume: Path | None,
+    new_noise: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -87,8 +89,10 @@ def command(
     if resume is not None:
         if run_dir is not None:
             raise ConfigError("--resume names the run directory already; leave --run-dir out.")
-        result = _train(lambda tell, _: _resume(resume, from_file | given, seed, tell), None)
+        result = _train(lambda tell, _: _resume(resume, from_file | given, seed, new_noise, tell), None)
     else:
+        if new_noise:
+            raise ConfigError("--new-noise goes with --resume: a new run without --seed has fresh noise anyway.")
         settings = RunConfig.check(from_file | given)
         _check_names(settings)
         where = run_dir or Path("runs") / f"{settings.dataset}-{settings.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -129,10 +133,10 @@ def _new(settings: RunConfig, where: Path, seed: int | None, tell: Any) -> Resul
     return train(settings, run_dir=where, seed=seed, progress=tell)
 
 
-def _resume(where: Path, given: dict[str, Any], seed: int | None, tell: Any) -> Result:
+def _resume(where: Path, given: dict[str, Any], seed: int | None, new_noise: bool, tell: Any) -> Result:
     from gradveil.training import resume
 
-    return resume(where, settings=given, seed=seed, progress=tell)
+    return resume(where, settings=given, seed=seed, new_noise=new_noise, progress=tell)
 
 
 def _train(run: Any, settings: RunConfig | None) -> Result:
