@@ -89,6 +89,15 @@ def test_physical_batches_give_the_same_run(strategy, physical):
         assert [side.values for side in r.side] == [pytest.approx(side.values) for side in s.side]
 
 
+def test_the_largest_norms_are_those_of_the_reference():
+    model = network().double()
+    engine, model, _, _ = start(model=model, clip=0.3)
+    x, y = torch.randn(9, 1, 5, 5).double(), torch.randint(0, 3, (9,))
+    norms = clipped_sums(model, F.cross_entropy, x, y, groups=engine.groups, bounds=[0.3, 0.3]).norms
+    F.cross_entropy(model(x), y).backward()
+    assert list(engine.largest_norms.values()) == pytest.approx(norms.clamp(max=0.3).amax(0).tolist())
+
+
 def test_seeded_runs_repeat_and_runs_without_a_seed_differ():
     final = {}
     for name, seed in (("a", 3), ("b", 3), ("c", 4), ("d", None), ("e", None)):

@@ -84,11 +84,10 @@ def test_plans():
         ({"strategy": "baseline", "clip": None}, ConfigError, "clip is missing"),
         ({"strategy": "baseline", "steps": 0}, ConfigError, "at least 1"),
         ({"strategy": "baseline", "steps": 2.5}, ConfigError, "whole number"),
-        ({"strategy": "baseline", "reading": "batch"}, ConfigError, "no l2-max"),
         ({"strategy": "dyn-s", "reading": "layer"}, UnknownNameError, "example"),
         ({"strategy": "baseline", "fixed_variance": True}, ConfigError, "does not"),
         ({"strategy": "dyn-s-sigma", "fixed_variance": True}, ConfigError, "schedule of its own"),
-        ({"strategy": "baseline", "decay": "linear"}, ConfigError, "nothing decays"),
+        ({"strategy": "baseline", "decay": "liner"}, UnknownNameError, "linear"),
         ({"strategy": "baseline", "sigma_end": 1.0}, ConfigError, "does not move"),
         ({"strategy": "dyn-sigma", "sigma_end": 0.0}, ScheduleError, "above zero"),
         ({"strategy": "dyn-sigma", "sigma": Constant(start=2.0)}, ConfigError, "needs a decay"),
@@ -100,3 +99,10 @@ def test_plans():
 def test_refusals(settings, error, words):
     with pytest.raises(error, match=words):
         parameters(**{"steps": 50, "clip": 1.0, "sigma": 2.0} | settings)
+
+
+def test_settings_without_effect_are_said_to_be_so():
+    with pytest.warns(UserWarning, match="nothing decays under 'baseline'"):
+        parameters("baseline", steps=5, clip=1.0, sigma=1.0, decay="linear")
+    with pytest.warns(UserWarning, match="'baseline' has no l2-max"):
+        parameters("baseline", steps=5, clip=1.0, sigma=1.0, reading="batch")

@@ -503,6 +503,17 @@ class PrivacyEngine:
             raise ConfigError("the engine has no run yet: call make_private first.")
         return self._ledger
 
+    @property
+    def largest_norms(self) -> dict[str, float]:
+        """The largest norm after clipping, per group, among the examples seen since the last release.
+
+        A fact about the private batch, for looking at while developing: it is not noised, not released, and not
+        recorded, except as S by the l2-max strategies.
+        """
+        if self._clipper is None:
+            return {}
+        return {g.name: self._clipper.harvest.largest(i) for i, g in enumerate(self.groups)}
+
     def commit(self) -> None:
         """Bring the ledger to disk; called by itself before weights or statements are handed out."""
         if self._ledger is not None:

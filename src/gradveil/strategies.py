@@ -22,6 +22,7 @@ reading, so such a strategy is "paper-only" whatever its author says.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -242,7 +243,7 @@ def parameters(
     if reading is not None and reading not in READINGS:
         raise UnknownNameError("reading of l2-max", reading, READINGS)
     if reading is not None and chosen.sensitivity != "l2max":
-        raise ConfigError(f"reading={reading!r} is for the l2-max strategies; {chosen.name!r} has no l2-max.")
+        warnings.warn(f"reading={reading!r} has no effect: {chosen.name!r} has no l2-max.", stacklevel=3)
     if fixed_variance and not chosen.has_dynamic_sensitivity:
         raise ConfigError(
             f"fixed variance (sigma_t = varsigma / S_t) is for strategies whose sensitivity moves; "
@@ -253,8 +254,11 @@ def parameters(
             f"fixed variance sets sigma_t = varsigma / S_t, but {chosen.name!r} lets sigma decay on a schedule of "
             "its own. Choose dyn-s-decay, dyn-s-l2max or dyn-s."
         )
+    for kind in (decay, clip_decay, sigma_decay):
+        if kind is not None and kind not in schedules.DECAYS:
+            raise UnknownNameError("decay", kind, schedules.DECAYS)
     if decay is not None and "decay" not in (chosen.bounds, chosen.noise):
-        raise ConfigError(f"decay={decay!r} was given, but nothing decays under {chosen.name!r}.")
+        warnings.warn(f"decay={decay!r} has no effect: nothing decays under {chosen.name!r}.", stacklevel=3)
     if not chosen.is_private:
         one = Constant(start=1.0)
         return Parameters(strategy=chosen, steps=steps, clip=one, sigma=one)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 budget exhausted, 4 ledger i
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 
 import click
@@ -45,8 +46,19 @@ def cli() -> None:
     """Train PyTorch models with differential privacy that withstands gradient leakage, and show it."""
 
 
+_shown: set[str] = set()
+
+
+def _show(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line on stderr, once, without the source line a developer would want."""
+    if str(message) not in _shown:
+        _shown.add(str(message))
+        click.echo(f"gradveil: note: {message}", err=True)
+
+
 def main() -> None:
     """The console script: errors raised on purpose become one message and their exit code."""
+    warnings.showwarning = _show
     try:
         cli(standalone_mode=False)
     except GradveilError as error:
