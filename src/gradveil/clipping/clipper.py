@@ -29,16 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
-from torch.nn.grad import conv2d_input
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
+from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.support import check_module
 from gradveil.clipping.units import Unit, find_units
-from gradveil.clipping.uses import CombinedUse, Conv2dUse, LinearUse, Use, Weigh, WhitenedUse
+from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
@@ -50,18 +49,25 @@ class Pass:
     def __init__(self, batch: int, *, empty: bool) -> None:
         self.batch = batch
         self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
-        self.calls: dict[Unit, int] = {}
+        self.calls: dict[Unit, int] = {}  # in the forward pass
+        self.recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
+        self.clipped: set[Unit] = set()
         self.kept: list[tuple[Unit, Use]] = []
         self.not_finite: Tensor | None = None
         self.differentiated = False
+
+    def uses(self, unit: Unit) -> int:
+        """How often a unit is used. A checkpoint that keeps its graph calls a unit again without using it again."""
+        return max(self.calls.get(unit, 0), self.recalls.get(unit, 0))
 
 
 class Call:
     """One call of a unit in a pass."""
 
-    def __init__(self, unit: Unit, current: Pass) -> None:
+    def __init__(self, unit: Unit, current: Pass, *, again: bool) -> None:
         self.unit, self.current, self.done = unit, current, False
-        current.calls[unit] = current.calls.get(unit, 0) + 1
+        counts = current.recalls if again else current.calls
+        counts[unit] = counts.get(unit, 0) + 1
 
 
 class Harvest:
@@ -102,7 +108,9 @@ class Clipper:
         self.whitening: Whitening | None = None
         self.units = find_units(module, groups)
         self.harvest = Harvest(len(groups))
-        self._current: Pass | None = None
+        self._current: Pass | None = None  # in its forward
+        self._differentiated: Pass | None = None  # in its backward
+        self._probe: dict[Unit, dict[int, set[int]]] | None = None
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._returned: dict[nn.Parameter, Tensor] = {}
@@ -169,8 +177,7 @@ class Clipper:
             )
         if batch > 1 and not self._watch.model_checked:
             self._watch.model_checked = True
-            with self.quietly():
-                check_examples_apart(module, args, kwargs, batch)
+            self._check_model(module, args, kwargs, batch)
         self._current = Pass(batch, empty=False)
         return None
 
@@ -179,51 +186,82 @@ class Clipper:
             return None
         current, self._current = self._current, None
         if current.empty:
+            output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
             return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
         if isinstance(output, Tensor) and output.dim() > 0 and len(output) != current.batch:
             raise UnsupportedModelError(
                 f"the model turned a batch of {current.batch} examples into an output of shape {tuple(output.shape)}: "
                 "its rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
             )
-        if self.loss_reduction == "mean":  # d(mean)/d(row) is 1/B of the gradient of that example's own loss
-            output = tree_map(lambda t: _scaled(t, float(current.batch)), output)
+        # d(mean)/d(row) is 1/B of the gradient of that example's own loss.
+        scale = float(current.batch) if self.loss_reduction == "mean" else 1.0
+        output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
         return self._watch.wrap(output, current.batch)
+
+    def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
+        return _OutputTap.apply(t, self, current, scale) if isinstance(t, Tensor) and t.requires_grad else t
+
+    def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
+        """On the first batch: are examples apart, and which inputs of which units follow the batch?
+
+        An input of T positions and a batch of T examples look alike; run on the batch and on one example, the first
+        dimension of what follows the batch is seen to be B and 1.
+        """
+        self._probe = {}
+        try:
+            with self.quietly():
+                check_examples_apart(module, args, kwargs, batch)
+            for unit, sizes in self._probe.items():
+                unit.batched_inputs = {i: found == {1, batch} for i, found in sizes.items()}
+        finally:
+            self._probe = None
 
     def forward(self, unit: Unit, plain: Callable[..., Any], plan: OutputPlan, args: Any, kwargs: Any) -> Any:
         """A unit's forward: through an autograd function while the model is called, plain otherwise."""
         if self._quiet or not torch.is_grad_enabled():
+            if self._probe is not None:
+                self._note_sizes(unit, args, kwargs)
             return plain(*args, **kwargs)
-        current = self._current
+        again = self._current is None and torch._C._current_graph_task_id() != -1
+        current = self._differentiated if again else self._current
         if current is None:
             raise UnsupportedModelError(
                 f"{unit.label} was called by itself, with gradients enabled. gradveil follows examples from the call "
                 "of the whole model: call model(x), or use torch.no_grad() to evaluate a part of it."
             )
-        if unit.kind == "function":
-            call = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
-            inputs = [call.leaves[i] for i in call.differentiable]
+        call = Call(unit, current, again=again)
+        if unit.rule is None or len(args) + len(kwargs) != 1:
+            run = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
+            inputs = [run.leaves[i] for i in run.differentiable]
             with self.quietly():
-                outputs = _FunctionTap.apply(self, Call(unit, current), call, *unit.parameters, *inputs)
+                outputs = _FunctionTap.apply(self, call, run, *unit.parameters, *inputs)
             assert plan.spec is not None
             return tree_unflatten(outputs, plan.spec)
-        x = args[0] if args else kwargs["input"]
-        least = 4 if unit.kind == "conv2d" else 2
-        if x.dim() < least or x.shape[0] != current.batch:
-            raise UnsupportedModelError(
-                f"{unit.label} was called with an input of shape {tuple(x.shape)} in a batch of {current.batch} "
-                "examples: its first dimension is not the batch, so examples cannot be told apart. Keep the batch "
-                "first (for a sequence: (batch, time, features), not (batch * time, features))."
-            )
+        x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.batch)
         module: Any = unit.module
-        if unit.kind == "linear":
-            return _LinearTap.apply(self, Call(unit, current), x, module.weight, module.bias)
-        padding = module.padding
-        if module.padding_mode != "zeros" or isinstance(padding, str):
-            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-            padding = (0, 0)
-        settings = (module.stride, padding, module.dilation, module.groups)
-        return _ConvTap.apply(self, Call(unit, current), settings, x, module.weight, module.bias)
+        return _LayerTap.apply(
+            self, call, unit.rule, unit.rule.prepare(x), module.weight, getattr(module, "bias", None)
+        )
+
+    def _note_sizes(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        assert self._probe is not None
+        for i, leaf in enumerate(tree_leaves((args, kwargs))):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                self._probe.setdefault(unit, {}).setdefault(i, set()).add(leaf.shape[0])
+
+    def _batched(self, unit: Unit, rule: LayerRule, x: Tensor, batch: int) -> Tensor:
+        """The layer's input, with the examples along its first dimension; refused where they are not."""
+        follows = (unit.batched_inputs or {}).get(0, True)
+        if x.dim() >= rule.least_dims and x.shape[0] == batch and follows:
+            return x
+        if rule.shared_input and (x.shape[:1] == (1,) or not follows):  # the same positions for every example
+            x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
+            return x.expand(batch, *x.shape[1:])
+        raise UnsupportedModelError(
+            f"{unit.label} was called with an input of shape {tuple(x.shape)} in a batch of {batch} examples: its "
+            "first dimension is not the batch, so examples cannot be told apart. Keep the batch first (for a "
+            "sequence: (batch, time, features), not (batch * time, features))."
+        )
 
     # ---- the backward pass
 
@@ -236,12 +274,13 @@ class Clipper:
                 "example's contribution would add up to more than the clip bound. Add the losses, call backward once."
             )
         call.done = True
-        if not current.differentiated:
-            current.differentiated = True
-            self.harvest.passes += 1
-            self.harvest.examples += 0 if current.empty else current.batch
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
-        if unit.whole_groups and current.calls[unit] == 1:
+        if unit in current.clipped:
+            raise UnsupportedModelError(
+                f"{unit.label} is used in two reentrant checkpoints: the first was clipped before the second was known "
+                "of. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        if unit.whole_groups and current.uses(unit) == 1:
+            current.clipped.add(unit)
             sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
             sums = [s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
             self._returned.update(zip(unit.parameters, sums, strict=True))
@@ -249,8 +288,18 @@ class Clipper:
         current.kept.append((unit, use))
         return [None] * len(unit.parameters)
 
+    def start_backward(self, current: Pass) -> None:
+        """The gradient has reached the model's output: the backward pass of ``current`` begins."""
+        self._differentiated = current
+        if not current.differentiated:
+            current.differentiated = True
+            self.harvest.passes += 1
+            self.harvest.examples += 0 if current.empty else current.batch
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
+
     def _finish(self, current: Pass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
+        self._differentiated = None
         by_unit: dict[Unit, list[Use]] = {}
         for unit, use in current.kept:
             by_unit.setdefault(unit, []).append(use)
@@ -267,6 +316,7 @@ class Clipper:
                         parameter.grad = total if parameter.grad is None else parameter.grad + total
         if current.not_finite is not None:
             count = current.not_finite.sum()
+            current.not_finite = None
             before = self.harvest.not_finite
             self.harvest.not_finite = count if before is None else before + count
 
@@ -331,10 +381,6 @@ class Clipper:
         return weights, finite
 
 
-def _scaled(t: Any, scale: float) -> Any:
-    return _ScaleGradient.apply(t, scale) if isinstance(t, Tensor) and t.requires_grad else t
-
-
 def _all_kept(keeps: list[Tensor]) -> Tensor | None:
     """One mask of the examples to keep; None where it is known, without waiting for a GPU, that all are."""
     keep = keeps[0]
@@ -343,68 +389,40 @@ def _all_kept(keeps: list[Tensor]) -> Tensor | None:
     return None if keep.device.type == "cpu" and bool(keep.all()) else keep
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied: turns the gradient of a mean loss into that of each example's loss."""
+class _OutputTap(torch.autograd.Function):
+    """The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, x: Tensor, clipper: Clipper, current: Pass, scale: float) -> Tensor:
+        ctx.clipper, ctx.current, ctx.scale = clipper, current, scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g * ctx.scale, None
-
-
-class _LinearTap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, clipper: Clipper, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.clipper, ctx.call = clipper, call
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:]
-        to_x = (g @ weight.to(g.dtype)).to(x.dtype) if needs_x else None
-        sums = ctx.clipper.collect(ctx.call, LinearUse(x, g, weight=needs_weight, bias=needs_bias))
-        return None, None, to_x, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+        ctx.clipper.start_backward(ctx.current)
+        return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
 
 
-class _ConvTap(torch.autograd.Function):
+class _LayerTap(torch.autograd.Function):
+    """A layer with a rule."""
+
     @staticmethod
     def forward(
-        ctx: Any, clipper: Clipper, call: Call, settings: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, clipper: Clipper, call: Call, rule: LayerRule, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.clipper, ctx.call, ctx.settings = clipper, call, settings
-        ctx.save_for_backward(x, weight)
-        return F.conv2d(x, weight, bias, *settings)
+        ctx.clipper, ctx.call, ctx.rule = clipper, call, rule
+        out, kept = rule.forward(x, weight, bias)
+        ctx.save_for_backward(x, weight, *kept)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        stride, padding, dilation, groups = ctx.settings
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
-        to_x = None
-        if needs_x:
-            to_x = conv2d_input(x.shape, weight.to(g.dtype), g, stride, padding, dilation, groups)
-            to_x = to_x.to(x.dtype)
-        use = Conv2dUse(
-            x,
-            g,
-            weight=needs_weight,
-            bias=needs_bias,
-            kernel=tuple(weight.shape[2:]),
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-        )
+        x, weight, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:]
+        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
         sums = ctx.clipper.collect(ctx.call, use)
-        return None, None, None, to_x, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+        return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
 
 
 class _FunctionTap(torch.autograd.Function):

@@ -32,8 +32,11 @@ class FunctionCall:
     def __init__(self, unit: Unit, plain: Plain, args: Any, kwargs: Any, batch: int, plan: OutputPlan) -> None:
         self.unit, self.plain, self.batch, self.plan = unit, plain, batch, plan
         self.leaves, self.spec = tree_flatten((args, kwargs))
+        known = unit.batched_inputs or {}
         self.batched = [
-            i for i, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == batch
+            i
+            for i, v in enumerate(self.leaves)
+            if isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == batch and known.get(i, True)
         ]
         if not self.batched:
             shapes = [tuple(v.shape) for v in self.leaves if isinstance(v, Tensor)]

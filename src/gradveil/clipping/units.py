@@ -2,7 +2,7 @@
 
 A unit is the smallest module that sees all uses of its parameters:
 
-- an ``nn.Linear`` or ``nn.Conv2d``: by its own rule;
+- a layer with a rule of its own (rules/);
 - any other module that owns parameters, with everything below it: through torch.func;
 - where two modules share a parameter (tied weights), their common parent, through torch.func;
 - a container without a forward of its own (ParameterList, a parametrisation) stands for its parent.
@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 
 from gradveil.clipping.groups import Group
+from gradveil.clipping.rules import LayerRule, find
 from gradveil.errors import UnsupportedModelError
 
 
@@ -25,11 +26,13 @@ class Unit:
 
     name: str
     module: nn.Module
-    kind: str  # "linear", "conv2d" or "function"
+    rule: LayerRule | None = None  # None: followed through torch.func
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
+    # Which flat inputs have the examples along their first dimension, learned from a batch of one; None: not yet known.
+    batched_inputs: dict[int, bool] | None = None
 
     @property
     def label(self) -> str:
@@ -48,17 +51,15 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
 
     # Where each parameter is followed: the module that owns it, or the common parent of all that do.
     places = {pid: _with_forward(modules, _common_parent(held)) for pid, held in owners.items()}
+    rules = {place: find(modules[place]) for place in set(places.values())}
     # A module followed as a whole takes in everything below it.
-    whole = [
-        p for p in set(places.values()) if _kind(modules[p]) == "function" or any(_below(q, p) for q in places.values())
-    ]
+    whole = [p for p in set(places.values()) if rules[p] is None or any(_below(q, p) for q in places.values())]
     units: dict[str, Unit] = {}
     group_index = {name: i for i, group in enumerate(groups) for name in group.parameters}
     for pid, (name, parameter) in named.items():
         place = min((w for w in whole if w == places[pid] or _below(places[pid], w)), key=len, default=places[pid])
         if place not in units:
-            kind = "function" if place in whole else _kind(modules[place])
-            units[place] = Unit(place, modules[place], kind)
+            units[place] = Unit(place, modules[place], None if place in whole else rules[place])
         unit = units[place]
         unit.names.append(name)
         unit.parameters.append(parameter)
@@ -67,15 +68,6 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
         held = set(unit.names)
         unit.whole_groups = all(held.issuperset(groups[g].parameters) for g in set(unit.group_of))
     return list(units.values())
-
-
-def _kind(module: nn.Module) -> str:
-    # Exact types: a subclass may do anything in its forward, or not be called at all (attention's out_proj).
-    if type(module) is nn.Linear and not is_parametrized(module):
-        return "linear"
-    if type(module) is nn.Conv2d and not is_parametrized(module):
-        return "conv2d"
-    return "function"
 
 
 def _below(name: str, parent: str) -> bool:

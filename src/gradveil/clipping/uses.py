@@ -16,13 +16,10 @@ contraction follows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.grad import conv2d_weight
 
 # Elements of per-example work held at a time: small enough for a CPU's cache, large enough for a GPU's width.
 _CPU_CHUNK_ELEMENTS = 1 << 19
@@ -32,6 +29,15 @@ _CUDA_CHUNK_ELEMENTS = 1 << 28
 def wide(t: Tensor) -> Tensor:
     """At least float32: norms are never accumulated in half precision."""
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+def wide_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Both at least float32, and of one type."""
+    x, g = wide(x), wide(g)
+    if x.dtype != g.dtype:
+        common = torch.promote_types(x.dtype, g.dtype)
+        x, g = x.to(common), g.to(common)
+    return x, g
 
 
 def keep_rows(t: Tensor, keep: Tensor) -> Tensor:
@@ -161,125 +167,3 @@ class WhitenedUse(Use):
 
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         return [b * s for b, s in zip(self.scales, super().clipped_sums(weigh), strict=True)]
-
-
-class LinearUse(Use):
-    """y = x W^T + b on (B, D) or (B, ..., D); parameters: weight (O, D) and bias (O), those that train."""
-
-    def __init__(self, x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> None:
-        self.examples, self.device = x.shape[0], x.device
-        self.weight, self.bias = weight, bias
-        self.positions = math.prod(x.shape[1:-1])
-        # (B, T, .), T = 1 for plain matrices
-        self.x_BTD = wide(x).reshape(self.examples, self.positions, x.shape[-1])
-        self.g_BTO = wide(g).reshape(self.examples, self.positions, g.shape[-1])
-        if self.x_BTD.dtype != self.g_BTO.dtype:
-            common = torch.promote_types(self.x_BTD.dtype, self.g_BTO.dtype)
-            self.x_BTD, self.g_BTO = self.x_BTD.to(common), self.g_BTO.to(common)
-        self.elements_per_example = x.shape[-1] * g.shape[-1]
-        self.rank_one = self.positions == 1 or not weight  # norms without the gradients themselves
-
-    def keep(self, keep: Tensor) -> None:
-        self.x_BTD, self.g_BTO = keep_rows(self.x_BTD, keep), keep_rows(self.g_BTO, keep)
-
-    def per_example(self, rows: slice) -> list[Tensor]:
-        x, g = self.x_BTD[rows], self.g_BTO[rows]
-        found = [torch.bmm(g.mT, x)] if self.weight else []
-        return found + ([g.sum(1)] if self.bias else [])
-
-    def sq_norms(self) -> list[Tensor]:
-        if not self.rank_one:
-            return super().sq_norms()
-        g_BO = self.g_BTO.sum(1)  # T = 1, or only the bias trains
-        g_sq = torch.linalg.vecdot(g_BO, g_BO)
-        found = []
-        if self.weight:  # the gradient of one example is the outer product g x^T: its norm is |g| |x|
-            x_BD = self.x_BTD[:, 0]
-            found.append(torch.linalg.vecdot(x_BD, x_BD) * g_sq)
-        return found + ([g_sq] if self.bias else [])
-
-    def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        scaled: dict[int, Tensor] = {}
-        for w in weights:
-            if id(w) not in scaled:
-                scaled[id(w)] = self.g_BTO * w.to(self.g_BTO.dtype).view(-1, 1, 1)
-        found = []
-        if self.weight:
-            found.append(scaled[id(weights[0])].flatten(0, 1).mT @ self.x_BTD.flatten(0, 1))
-        return found + ([scaled[id(weights[-1])].sum((0, 1))] if self.bias else [])
-
-    def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
-        if not self.rank_one:
-            return super().clipped_sums(weigh)
-        weights, keep = weigh(slice(None), self.sq_norms())
-        if keep is not None:
-            self.keep(keep)
-        return self.weighted_sums(weights)
-
-
-class Conv2dUse(Use):
-    """Zero-padded cross-correlation; parameters: weight (O, C/G, kh, kw) and bias (O), those that train."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        g: Tensor,
-        *,
-        weight: bool,
-        bias: bool,
-        kernel: tuple[int, int],
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
-        groups: int,
-    ) -> None:
-        self.examples, self.device = x.shape[0], x.device
-        self.weight, self.bias = weight, bias
-        self.x_BCHW, self.g_BOHW = wide(x), wide(g)
-        if self.x_BCHW.dtype != self.g_BOHW.dtype:
-            common = torch.promote_types(self.x_BCHW.dtype, self.g_BOHW.dtype)
-            self.x_BCHW, self.g_BOHW = self.x_BCHW.to(common), self.g_BOHW.to(common)
-        self.kernel, self.stride, self.padding, self.dilation, self.groups = (
-            kernel,
-            stride,
-            padding,
-            dilation,
-            groups,
-        )
-        pixels = g.shape[2] * g.shape[3]
-        self.elements_per_example = x.shape[1] * kernel[0] * kernel[1] * max(pixels, g.shape[1] // groups)
-
-    def keep(self, keep: Tensor) -> None:
-        self.x_BCHW, self.g_BOHW = keep_rows(self.x_BCHW, keep), keep_rows(self.g_BOHW, keep)
-
-    def per_example(self, rows: slice) -> list[Tensor]:
-        g = self.g_BOHW[rows]
-        b, o, oh, ow = g.shape
-        found = []
-        if self.weight:
-            patches = self._patches(self.x_BCHW[rows], oh, ow)  # (b, G, C/G kh kw, L)
-            per_group = g.reshape(b * self.groups, o // self.groups, oh * ow) @ patches.flatten(0, 1).mT
-            found.append(per_group.reshape(b, o, -1, *self.kernel))
-        return found + ([g.sum((2, 3))] if self.bias else [])
-
-    def _patches(self, x: Tensor, oh: int, ow: int) -> Tensor:
-        """im2col from a strided view: one copy, no kernel launch per example (as F.unfold has on CUDA)."""
-        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = self.kernel, self.stride, self.padding, self.dilation
-        x = F.pad(x, (pw, pw, ph, ph)) if ph or pw else x
-        x = x.contiguous()
-        b, c, _, _ = x.shape
-        s0, s1, s2, s3 = x.stride()
-        view = x.as_strided((b, c, kh, kw, oh, ow), (s0, s1, s2 * dh, s3 * dw, s2 * sh, s3 * sw))
-        return view.reshape(b, self.groups, c // self.groups * kh * kw, oh * ow)
-
-    def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        if any(w is not weights[0] for w in weights[1:]):
-            return super().weighted_sums(weights)
-        scaled = self.g_BOHW * weights[0].to(self.g_BOHW.dtype).view(-1, 1, 1, 1)
-        found = []
-        if self.weight:
-            shape = (scaled.shape[1], self.x_BCHW.shape[1] // self.groups, *self.kernel)
-            found.append(
-                conv2d_weight(self.x_BCHW, shape, scaled, self.stride, self.padding, self.dilation, self.groups)
-            )
-        return found + ([scaled.sum((0, 2, 3))] if self.bias else [])

@@ -1,0 +1,49 @@
+"""One rule per kind of layer: how it runs, and what its per-example gradients are.
+
+A layer without a rule (:func:`find` gives None) is followed through torch.func (function.py): right, only slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from gradveil.clipping.rules.conv import ConvRule, ConvTransposeRule
+from gradveil.clipping.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from gradveil.clipping.rules.layer import LayerRule
+from gradveil.clipping.rules.linear import Conv1DRule, LinearRule
+from gradveil.clipping.rules.norm import GroupNormRule, InstanceNormRule, LayerNormRule, PReLURule, RMSNormRule
+
+RULES: dict[type[nn.Module], Callable[[nn.Module], LayerRule]] = {
+    nn.Linear: LinearRule,
+    nn.Conv1d: ConvRule,
+    nn.Conv2d: ConvRule,
+    nn.Conv3d: ConvRule,
+    nn.ConvTranspose1d: ConvTransposeRule,
+    nn.ConvTranspose2d: ConvTransposeRule,
+    nn.ConvTranspose3d: ConvTransposeRule,
+    nn.Embedding: EmbeddingRule,
+    nn.EmbeddingBag: EmbeddingBagRule,
+    nn.LayerNorm: LayerNormRule,
+    nn.RMSNorm: RMSNormRule,
+    nn.GroupNorm: GroupNormRule,
+    nn.InstanceNorm1d: InstanceNormRule,
+    nn.InstanceNorm2d: InstanceNormRule,
+    nn.InstanceNorm3d: InstanceNormRule,
+    nn.PReLU: PReLURule,
+}
+
+
+def find(module: nn.Module) -> LayerRule | None:
+    """The rule of a module, by its exact type: a subclass may do anything in its forward, or not be called at all."""
+    if is_parametrized(module):
+        return None
+    make = RULES.get(type(module))
+    if make is None and type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers"):
+        make = Conv1DRule
+    return make(module) if make is not None else None
+
+
+__all__ = ["RULES", "LayerRule", "find"]

@@ -1,0 +1,118 @@
+"""Embeddings: gradients that live in the rows of the tokens an example has. Never a one-hot matrix.
+
+Legend: B examples, T tokens of an example, V vocabulary, D embedding size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.clipping.rules.layer import LayerRule
+from gradveil.clipping.uses import Use, Weigh, keep_rows, wide
+from gradveil.errors import UnsupportedModelError
+
+
+class EmbeddingUse(Use):
+    """Gradient rows g_BTD at tokens x_BT; an example's repeated tokens add up before the norm is taken."""
+
+    def __init__(self, x_BT: Tensor, g_BTD: Tensor, shape: tuple[int, int]) -> None:
+        self.examples, self.device = x_BT.shape[0], x_BT.device
+        self.x, self.g, self.shape = x_BT, wide(g_BTD), shape
+        self.elements_per_example = shape[0] * shape[1]
+
+    def keep(self, keep: Tensor) -> None:
+        self.g = keep_rows(self.g, keep)
+
+    def per_example(self, rows: slice) -> list[Tensor]:
+        x, g = self.x[rows], self.g[rows]
+        out = g.new_zeros((len(x), *self.shape))
+        return [out.scatter_add_(1, x.unsqueeze(2).expand_as(g), g)]
+
+    def sq_norms(self) -> list[Tensor]:
+        # Sort an example's tokens; equal ones are then neighbours, and their rows are summed as runs.
+        order = self.x.argsort(dim=1)
+        tokens = self.x.gather(1, order)
+        rows = self.g.gather(1, order.unsqueeze(2).expand_as(self.g))
+        starts = torch.ones_like(tokens, dtype=torch.bool)
+        starts[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+        run = starts.cumsum(1) - 1  # (B, T): which run a token belongs to
+        summed = torch.zeros_like(rows).scatter_add_(1, run.unsqueeze(2).expand_as(rows), rows)
+        flat = summed.flatten(1)
+        return [torch.linalg.vecdot(flat, flat)]
+
+    def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        scaled = self.g * weights[0].to(self.g.dtype).view(-1, 1, 1)
+        out = self.g.new_zeros(self.shape)
+        return [out.index_add_(0, self.x.flatten(), scaled.flatten(0, 1))]
+
+    def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
+        weights, keep = weigh(slice(None), self.sq_norms())
+        if keep is not None:
+            self.keep(keep)
+        return self.weighted_sums(weights)
+
+
+def _refuse_batch_dependence(module: nn.Module) -> None:
+    for option, why in (
+        ("scale_grad_by_freq", "scales gradients by counts over the whole batch"),
+        ("max_norm", "changes weights in the forward pass, by tokens of the private batch"),
+        ("sparse", "makes sparse gradients"),
+    ):
+        if getattr(module, option, None):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} with {option} {why}, which per-example clipping cannot follow. Leave it out."
+            )
+
+
+class EmbeddingRule(LayerRule):
+    """nn.Embedding on tokens of any shape; ``padding_idx`` gets no gradient."""
+
+    least_dims = 1
+    shared_input = True  # position indices without a batch dimension
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        _refuse_batch_dependence(module)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return F.embedding(x, weight), ()
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        tokens = x.reshape(x.shape[0], -1)
+        rows = g.reshape(*tokens.shape, -1)
+        if self.module.padding_idx is not None:
+            rows = torch.where((tokens == self.module.padding_idx).unsqueeze(2), rows.new_zeros(()), rows)
+        return None, EmbeddingUse(tokens, rows, (weight.shape[0], weight.shape[1]))
+
+
+class EmbeddingBagRule(LayerRule):
+    """nn.EmbeddingBag on (B, T) tokens, one bag per example, by sum or mean."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        _refuse_batch_dependence(module)
+        if self.module.mode == "max":
+            raise UnsupportedModelError(
+                "EmbeddingBag with mode='max' has no rule here. Use nn.Embedding followed by a max over the tokens."
+            )
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        m = self.module
+        return F.embedding_bag(x, weight, mode=m.mode, padding_idx=m.padding_idx), ()
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        counted = torch.ones_like(x, dtype=torch.bool)
+        if self.module.padding_idx is not None:
+            counted = x != self.module.padding_idx
+        share = counted.to(g.dtype)
+        if self.module.mode == "mean":
+            share = share / counted.sum(1, keepdim=True).clamp(min=1).to(g.dtype)
+        return None, EmbeddingUse(x, g.unsqueeze(1) * share.unsqueeze(2), (weight.shape[0], weight.shape[1]))

@@ -1,0 +1,133 @@
+"""Normalisation within an example, and PReLU: layers whose per-example gradients are as small as the layer.
+
+Their per-example gradients are sums over an example's own positions, so they are simply formed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradveil.clipping.rules.layer import LayerRule
+from gradveil.clipping.uses import MaterialisedUse, Use, wide, wide_pair
+
+
+def _over_positions(t: Tensor, last: int) -> Tensor:
+    """Sum (B, ..., *shape) over everything between the batch and the last dimensions."""
+    middle = tuple(range(1, t.dim() - last))
+    return t.sum(middle) if middle else t
+
+
+def _use(scaled: Tensor, shift: Tensor, needs: tuple[bool, bool, bool]) -> Use:
+    return MaterialisedUse(([scaled] if needs[1] else []) + ([shift] if needs[2] else []))
+
+
+class LayerNormRule(LayerRule):
+    """nn.LayerNorm, with or without bias."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        m = self.module
+        out, mean, rstd = torch.native_layer_norm(x, m.normalized_shape, weight, bias, m.eps)
+        return out, (mean, rstd)
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        mean, rstd = kept
+        to_x, last = None, len(self.module.normalized_shape)
+        if needs[0]:
+            to_x = torch.ops.aten.native_layer_norm_backward(
+                g, x, self.module.normalized_shape, mean, rstd, weight, None, [True, False, False]
+            )[0]
+        wide_x, wide_g = wide_pair(x, g)
+        scaled = _over_positions(wide_g * ((wide_x - mean) * rstd), last)
+        return to_x, _use(scaled, _over_positions(wide_g, last), needs)
+
+
+class RMSNormRule(LayerRule):
+    """nn.RMSNorm."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        m = self.module
+        return F.rms_norm(x, m.normalized_shape, weight, m.eps), ()
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        last = len(self.module.normalized_shape)
+        over = tuple(range(x.dim() - last, x.dim()))
+        eps = self.module.eps if self.module.eps is not None else torch.finfo(x.dtype).eps
+        wide_x, wide_g = wide_pair(x, g)
+        rstd = torch.rsqrt(wide_x.square().mean(over, keepdim=True) + eps)
+        normed = wide_x * rstd
+        to_x = None
+        if needs[0]:
+            weighted = wide_g * weight
+            to_x = (rstd * (weighted - normed * (weighted * normed).mean(over, keepdim=True))).to(x.dtype)
+        return to_x, MaterialisedUse([_over_positions(wide_g * normed, last)])
+
+
+class GroupNormRule(LayerRule):
+    """nn.GroupNorm: the gradient of the scale from two moments per channel, sum g x and sum g."""
+
+    def groups(self, channels: int) -> int:
+        return int(self.module.num_groups)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        n, c = x.shape[:2]
+        pixels = x[0, 0].numel()
+        x = x.contiguous()
+        out, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, pixels, self.groups(c), self.module.eps)
+        return out, (mean, rstd)
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        mean, rstd = kept
+        n, c = x.shape[:2]
+        groups, pixels = self.groups(c), x[0, 0].numel()
+        x, g = x.contiguous(), g.contiguous()
+        to_x = None
+        if needs[0]:
+            to_x = torch.ops.aten.native_group_norm_backward(
+                g, x, mean, rstd, weight, n, c, pixels, groups, [True, False, False]
+            )[0]
+        wide_x, wide_g = wide_pair(x, g)
+        flat_x, flat_g = wide_x.reshape(n, c, -1), wide_g.reshape(n, c, -1)
+        shift = flat_g.sum(2)
+        moment = torch.linalg.vecdot(flat_g, flat_x)
+        per_channel = c // groups
+        mean_nc = wide(mean).repeat_interleave(per_channel, 1)
+        rstd_nc = wide(rstd).repeat_interleave(per_channel, 1)
+        return to_x, _use((moment - mean_nc * shift) * rstd_nc, shift, needs)
+
+
+class InstanceNormRule(GroupNormRule):
+    """nn.InstanceNorm1d, 2d, 3d without running statistics: a group norm with one channel per group."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.least_dims = 3
+
+    def groups(self, channels: int) -> int:
+        return channels
+
+
+class PReLURule(LayerRule):
+    """nn.PReLU with one slope, or one per channel."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return F.prelu(x, weight), ()
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        below = x < 0
+        slope = weight if weight.numel() == 1 else weight.view(-1, *[1] * (x.dim() - 2))
+        to_x = torch.where(below, g * slope, g) if needs[0] else None
+        wide_x, wide_g = wide_pair(x, g)
+        part = torch.where(below, wide_g * wide_x, wide_g.new_zeros(()))
+        if weight.numel() == 1:
+            return to_x, MaterialisedUse([part.flatten(1).sum(1, keepdim=True)])
+        return to_x, MaterialisedUse([part.reshape(*part.shape[:2], -1).sum(2)])
