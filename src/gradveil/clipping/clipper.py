@@ -21,6 +21,7 @@ clipped when the backward pass ends.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
 from gradveil.clipping.function import FunctionCall, OutputPlan
@@ -212,7 +213,8 @@ class Clipper:
             with self.quietly():
                 check_examples_apart(module, args, kwargs, batch)
             for unit, sizes in self._probe.items():
-                unit.batched_inputs = {i: found == {1, batch} for i, found in sizes.items()}
+                for i, found in sizes.items():
+                    unit.inputs[i] = "examples" if found == {1, batch} else "shared" if len(found) == 1 else "other"
         finally:
             self._probe = None
 
@@ -235,8 +237,7 @@ class Clipper:
             inputs = [run.leaves[i] for i in run.differentiable]
             with self.quietly():
                 outputs = _FunctionTap.apply(self, call, run, *unit.parameters, *inputs)
-            assert plan.spec is not None
-            return tree_unflatten(outputs, plan.spec)
+            return plan.assemble(outputs)
         x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.batch)
         module: Any = unit.module
         return _LayerTap.apply(
@@ -251,10 +252,11 @@ class Clipper:
 
     def _batched(self, unit: Unit, rule: LayerRule, x: Tensor, batch: int) -> Tensor:
         """The layer's input, with the examples along its first dimension; refused where they are not."""
-        follows = (unit.batched_inputs or {}).get(0, True)
-        if x.dim() >= rule.least_dims and x.shape[0] == batch and follows:
+        known = unit.inputs.get(0)
+        if x.dim() >= rule.least_dims and x.shape[0] == batch and known in (None, "examples"):
             return x
-        if rule.shared_input and (x.shape[:1] == (1,) or not follows):  # the same positions for every example
+        unknown = known is None and (batch == 1 or x.shape[:1] == (1,))
+        if rule.shared_input and x.dim() > 0 and (known == "shared" or unknown):  # the same positions for every example
             x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModelError(
@@ -441,14 +443,29 @@ class _FunctionTap(torch.autograd.Function):
         return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
 
 
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of the followed layers: they run as they are, between compiled parts.
+
+    Only where the compiler is loaded: loading it takes seconds, and a model is compiled after that anyway.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
 class _Followed:
     """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
 
     def __init__(self, clipper: Clipper, unit: Unit, own: Any) -> None:
         self.clipper, self.unit, self.output_plan = clipper, unit, OutputPlan()
         self.plain = own if own is not None else types.MethodType(type(unit.module).forward, unit.module)
+        self.run = _uncompiled(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
 
     def __reduce__(self) -> Any:
@@ -463,7 +480,7 @@ class _ModelHook:
     """A hook on the model that copies and pickles do not carry along."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
+        self.hook = _uncompiled(hook)
 
     def __call__(self, *args: Any) -> Any:
         return self.hook(*args)

@@ -32,11 +32,13 @@ class FunctionCall:
     def __init__(self, unit: Unit, plain: Plain, args: Any, kwargs: Any, batch: int, plan: OutputPlan) -> None:
         self.unit, self.plain, self.batch, self.plan = unit, plain, batch, plan
         self.leaves, self.spec = tree_flatten((args, kwargs))
-        known = unit.batched_inputs or {}
         self.batched = [
             i
             for i, v in enumerate(self.leaves)
-            if isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == batch and known.get(i, True)
+            if isinstance(v, Tensor)
+            and v.dim() > 0
+            and v.shape[0] == batch
+            and unit.inputs.get(i, "examples") == "examples"
         ]
         if not self.batched:
             shapes = [tuple(v.shape) for v in self.leaves if isinstance(v, Tensor)]
@@ -62,12 +64,9 @@ class FunctionCall:
         swapped = {name[prefix:]: p for name, p in zip(self.unit.names, parameters, strict=True)}
         with _reparametrize_module(self.unit.module, swapped, tie_weights=True):
             result = self.plain(*args, **kwargs)
-        outputs, self.plan.spec = tree_flatten(result)
-        if not all(isinstance(o, Tensor) for o in outputs):
-            raise UnsupportedModelError(
-                f"{self.unit.label} returns {[type(o).__name__ for o in outputs]}: only tensors can be followed."
-            )
-        return outputs
+        leaves, self.plan.spec = tree_flatten(result)
+        self.plan.constants = {i: v for i, v in enumerate(leaves) if not isinstance(v, Tensor)}
+        return [v for v in leaves if isinstance(v, Tensor)]
 
     def forward(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
         self.rng = rng_state(self.device)
@@ -182,9 +181,17 @@ class FunctionCall:
 
 
 class OutputPlan:
-    """What the first call of a unit taught about its outputs."""
+    """What calls of a unit taught about its outputs."""
 
     def __init__(self) -> None:
         self.batch_dims: list[int] | None = None
         self.spec: TreeSpec | None = None
+        self.constants: dict[int, Any] = {}  # outputs that are not tensors, such as None
         self.loop = False
+
+    def assemble(self, tensors: tuple[Tensor, ...]) -> Any:
+        """The module's result, put together again."""
+        assert self.spec is not None
+        rest = iter(tensors)
+        leaves = [self.constants[i] if i in self.constants else next(rest) for i in range(self.spec.num_leaves)]
+        return tree_unflatten(leaves, self.spec)

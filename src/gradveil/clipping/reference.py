@@ -43,11 +43,9 @@ def clipped_sums(
     norms = torch.zeros(len(inputs), len(groups), dtype=torch.float64)
     for i in range(len(inputs)):
         loss = loss_fn(module(inputs[i : i + 1]), targets[i : i + 1])
-        found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
-        grads = {
-            name: torch.zeros_like(p) if g is None else g
-            for (name, p), g in zip(parameters.items(), found, strict=True)
-        }
+        module.zero_grad(set_to_none=True)
+        loss.sum().backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
         for j, (group, bound) in enumerate(zip(groups, bounds, strict=True)):
             norm = torch.sqrt(sum((grads[name].double() ** 2).sum() for name in group.parameters) + torch.zeros(()))
             norms[i, j] = norm

@@ -31,8 +31,9 @@ class Unit:
     parameters: list[nn.Parameter] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
-    # Which flat inputs have the examples along their first dimension, learned from a batch of one; None: not yet known.
-    batched_inputs: dict[int, bool] | None = None
+    # How the first dimension of each flat input follows the batch, learned on the first batch of more than one example:
+    # "examples" (it is the batch), "shared" (it does not change with the batch), "other" (neither).
+    inputs: dict[int, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
