@@ -85,7 +85,7 @@ class QuantileBounds(BoundRule):
     ) -> None:
         if not 0 < quantile < 1:
             raise ConfigError(f"quantile is {quantile!r}; give a share of the examples strictly between 0 and 1.")
-        if not learning_rate > 0:
+        if not (learning_rate > 0 and math.isfinite(learning_rate)):
             raise ConfigError(f"the quantile's learning rate is {learning_rate!r}; give a positive number.")
         # B/20 is the published advice for large cohorts; below 5 sigma the count would cost more than it is worth.
         noise = max(batch_size / 20.0, 5.0 * plan.sigma.start) if count_noise is None else count_noise
@@ -157,8 +157,8 @@ class WhitenedBounds(BoundRule):
     ) -> None:
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ConfigError(f"adaclip's beta1={beta1!r} and beta2={beta2!r} must be in [0, 1).")
-        if not 0 < h1 <= h2:
-            raise ConfigError(f"adaclip's variance range is h1={h1!r} to h2={h2!r}; give 0 < h1 <= h2.")
+        if not 0 < h1 <= h2 < math.inf:
+            raise ConfigError(f"adaclip's variance range is h1={h1!r} to h2={h2!r}; give finite 0 < h1 <= h2.")
         self.groups, self.beta1, self.beta2, self.h1, self.h2 = groups, beta1, beta2, h1, h2
         self.mean = {n: torch.zeros_like(p, requires_grad=False) for n, p in parameters.items()}
         start = math.sqrt(math.sqrt(h1 * h2))  # the geometric middle of the variance range, as a spread

@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,7 +51,7 @@ class RunConfig(BaseModel):
     sigma_decay: str | None = None
     sigma_end: float | None = None
     fixed_variance: bool = False
-    options: dict[str, float] = Field(default_factory=dict)
+    options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     budget: float | None = None
     allow_unproved: bool = False
     # training
@@ -124,7 +124,7 @@ class RunConfig(BaseModel):
 
 def _toml(value: Any) -> str:
     # JSON's strings, booleans and numbers are TOML's too, save that a TOML float needs a point or exponent.
-    text = json.dumps(value)
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML: no surrogate pairs, no bare DEL
     return f"{text}.0" if isinstance(value, float) and not set(text) & set(".e") else text
 
 
@@ -132,7 +132,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, as they are."""
     try:
         return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file at {path}.") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}.") from None

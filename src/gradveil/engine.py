@@ -45,7 +45,7 @@ from gradveil.ledger import Ledger
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release, RunHeader
 from gradveil.release import release_gradients
-from gradveil.sampling import PrivateLoader, Sampling, Ticket, check_loader
+from gradveil.sampling import Indices, PrivateLoader, Sampling, Ticket, check_loader
 from gradveil.schedules import Schedule
 from gradveil.strategies import Parameters, Strategy, parameters
 from gradveil.version import __version__
@@ -229,12 +229,11 @@ class PrivacyEngine:
         loader = PrivateLoader(
             dataset=dataset,
             batch_size=size,
-            draw=lambda step: self.sampling.draw(self._run_key, step),
+            draw=self._draw,
             span=lambda: range(self.step, self.plan.steps),
             physical_batch_size=physical_batch_size,
             start=self._start_iteration,
             hand_out=self._hand_out,
-            skip_empty=not self.plan.strategy.is_private,
             like=like,
         )
         return module, optimizer, loader
@@ -279,6 +278,14 @@ class PrivacyEngine:
         atexit.register(_commit, weakref.ref(self._ledger))
 
     # ---- the loop
+
+    def _draw(self, step: int) -> Indices:
+        indices = self.sampling.draw(self._run_key, step)
+        again = 0
+        while not len(indices) and not self.plan.strategy.is_private:
+            again += 1  # plain training has nothing to do with an empty batch, and nothing to hide: draw another
+            indices = self.sampling.draw(self._run_key, step + again * (1 << 40))
+        return indices
 
     def _hand_out(self, ticket: Ticket) -> None:
         self._ticket = ticket

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import LedgerError, RunDirectoryError
-from gradveil.records import FORMAT_VERSION, Release, RunHeader
+from gradveil.records import FORMAT_VERSION, Release, RunHeader, SideRelease
 
 FILE_NAME = "ledger.jsonl"
 _GENESIS = "0" * 64
@@ -69,31 +70,34 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
 
     groups = len(header.groups)
     step = releases[-1].step + 1 if releases else 0
-    clip = from_dict(header.plan["clip"])(step)
-    sigma = from_dict(header.plan["sigma"])(step)
-    if not releases:
-        public = header.guarantee == "proved"
-        return Release(
+    planned = min(step, header.steps - 1)  # the line may have been one after the last release
+    clip = from_dict(header.plan["clip"])(planned)
+    sigma = from_dict(header.plan["sigma"])(planned)
+    if releases:
+        last = releases[-1]
+        smaller = min(1.0, sigma / last.sigma)
+        return replace(
+            last,
             step=step,
-            sampler=header.sampling,
-            sample_rate=header.sample_rate,
-            expected_batch_size=header.expected_batch_size,
-            clip=(clip,) * groups,
-            sensitivity_rule=header.plan["sensitivity_rule"],
-            sensitivity=(clip,) * groups,
-            sigma=sigma,
-            noise_std=(sigma * clip,) * groups,
-            scale_is_public=public,
+            sigma=last.sigma * smaller,
+            noise_std=tuple(s * smaller for s in last.noise_std),
+            digest=None,
             recovered=True,
         )
-    last = releases[-1]
-    smaller = min(1.0, sigma / last.sigma)
-    return replace(
-        last,
+    beside = float(header.plan.get("side_inverse_square", 0.0))
+    side = SideRelease(name="unreadable", values=(), sensitivity=math.sqrt(beside), noise_std=1.0)
+    return Release(
         step=step,
-        sigma=last.sigma * smaller,
-        noise_std=tuple(s * smaller for s in last.noise_std),
-        digest=None,
+        sampler=header.sampling,
+        sample_rate=header.sample_rate,
+        expected_batch_size=header.expected_batch_size,
+        clip=(clip,) * groups,
+        sensitivity_rule=header.plan["sensitivity_rule"],
+        sensitivity=(clip,) * groups,
+        sigma=sigma,
+        noise_std=(sigma * clip,) * groups,
+        scale_is_public=header.guarantee == "proved",
+        side=(side,) if beside else (),
         recovered=True,
     )
 
@@ -116,7 +120,7 @@ def read(path: Path) -> Contents:
         elif kind == "release":
             try:
                 releases.append(Release.from_dict(body))
-            except TypeError as error:
+            except (TypeError, AttributeError) as error:
                 raise LedgerError(f"ledger line {number}: not a release ({error}).", line=number) from None
         elif kind == "end":
             ended = str(body.get("reason", ""))
@@ -140,9 +144,10 @@ def read(path: Path) -> Contents:
 def _verified(raw: bytes, number: int, previous: str) -> tuple[str, dict[str, Any], str]:
     try:
         entry = json.loads(raw)
-        kind, body = str(entry["kind"]), entry["body"]
+        kind, body = str(entry["kind"]), dict(entry["body"])
         chain = (entry["n"], entry["prev"], entry["hash"])
-    except (ValueError, KeyError, TypeError):
+        text = _body_text(body)
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise LedgerError(
             f"ledger line {number} is not a ledger entry: the file was changed or is of another kind.",
             line=number,
@@ -153,7 +158,7 @@ def _verified(raw: bytes, number: int, previous: str) -> tuple[str, dict[str, An
             "missing, doubled or moved.",
             line=number,
         )
-    line, digest = _line(number, kind, _body_text(body), previous)
+    line, digest = _line(number, kind, text, previous)
     if chain[2] != digest or line.encode() != raw + b"\n":
         raise LedgerError(f"ledger line {number} was changed after it was written: its hash does not fit.", line=number)
     return kind, body, digest
@@ -193,6 +198,7 @@ class Ledger:
         self.releases: list[Release] = list(releases)
         self.length, self.head, self._size = length, head, size
         self._pending: list[str] = []
+        self._unsynced = False
         self.is_open = True
 
     @classmethod
@@ -207,15 +213,27 @@ class Ledger:
                     "model and privacy settings; start a new run for others."
                 )
         whole = path.read_bytes().rfind(b"\n") + 1
-        if contents.torn:
-            os.truncate(path, whole)
         self = cls.__new__(cls)
         self._set(contents.header, path, contents.releases, length=contents.length, head=contents.head, size=whole)
         self._add("resume", {"after": contents.length, "repaired": contents.torn})
         if contents.torn:
             self.append(recovered_release(contents.header, contents.releases))
+            self._write_over_torn_line()
         self.commit()
         return self
+
+    def _write_over_torn_line(self) -> None:
+        """Put the charge where the half-written line is, and only then cut off what is left of it."""
+        assert self.path is not None
+        data = "".join(self._pending).encode()
+        with open(self.path, "r+b") as file:
+            file.seek(self._size)
+            file.write(data)
+            file.flush()
+            file.truncate()
+            os.fsync(file.fileno())
+        self._size += len(data)
+        self._pending.clear()
 
     def append(self, release: Release) -> None:
         """Note a release; it is on disk after the next :meth:`commit`."""
@@ -239,8 +257,9 @@ class Ledger:
 
     def commit(self) -> None:
         """Write and fsync everything noted so far."""
-        if self.path is None or not self._pending:
+        if self.path is None:
             self._pending.clear()
+        if self.path is None or not (self._pending or self._unsynced):
             return
         data = "".join(self._pending).encode()
         with open(self.path, "ab") as file:
@@ -249,8 +268,10 @@ class Ledger:
                     f"the ledger {self.path} has {file.tell()} bytes where this process left {self._size}: another "
                     "process is writing to the same run, or the file was changed. Nothing was written to it."
                 )
+            self._unsynced = True  # an interrupt from here on leaves lines to be synced, not rewritten
             file.write(data)
+            self._size += len(data)
+            self._pending.clear()
             file.flush()
             os.fsync(file.fileno())
-        self._size += len(data)
-        self._pending.clear()
+        self._unsynced = False

@@ -67,12 +67,19 @@ class Release:
         """Noise multiplier of the whole release relative to its joint sensitivity (add or remove one).
 
         For M groups clipped at C with noise sigma C this is sigma / sqrt(M); side releases lower it further.
+        A group clipped at exactly 0 releases nothing and counts for nothing. 0.0 (no protection) where any
+        clip, noise or sensitivity is not a finite number of at least 0, or noise is missing.
         """
-        inverse_square = sum(
-            (c / s) ** 2 if s > 0 else math.inf for c, s in zip(self.clip, self.noise_std, strict=True)
+        numbers = [(c, s) for c, s in zip(self.clip, self.noise_std, strict=False) if c != 0]
+        numbers += [(r.sensitivity, r.noise_std) for r in self.side if r.sensitivity != 0]
+        known = all(
+            isinstance(x, int | float) and math.isfinite(x) and x >= 0
+            for x in (*self.sensitivity, *(x for pair in numbers for x in pair))
         )
-        inverse_square += sum((r.sensitivity / r.noise_std) ** 2 if r.noise_std > 0 else math.inf for r in self.side)
-        return 1.0 / math.sqrt(inverse_square) if inverse_square > 0 else math.inf
+        if not (known and self.clip and len(self.clip) == len(self.noise_std) and all(s > 0 for _, s in numbers)):
+            return 0.0
+        inverse = math.hypot(*(c / s for c, s in numbers))
+        return 1.0 / inverse if inverse > 0 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
         found = dict(vars(self))  # dataclasses.asdict copies deeply, at several times the cost; one call per step

@@ -47,6 +47,11 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     _sync_directory(path.parent)
 
 
+def _facts_hash(facts: Mapping[str, Any]) -> str:
+    rest = {k: v for k, v in facts.items() if k != "facts_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
@@ -96,7 +101,10 @@ class RunDirectory:
                 f"{path} exists and is not empty. A run directory belongs to one run and is never written over. Give "
                 "another one with --run-dir, or go on with that run: gradveil train --resume " + str(path)
             )
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from None
         return cls(path)
 
     @classmethod
@@ -122,6 +130,7 @@ class RunDirectory:
         stem = f"step-{step:08d}"
         write_whole(self.checkpoints / f"{stem}.safetensors", tensors)
         complete = {**facts, "step": step, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
+        complete["facts_sha256"] = _facts_hash(complete)
         write_whole(self.checkpoints / f"{stem}.json", json.dumps(complete, indent=1).encode())
         for old in self.list_checkpoints()[:-KEEP_CHECKPOINTS]:
             old.unlink()
@@ -135,18 +144,13 @@ class RunDirectory:
         if not paths:
             return None
         try:
-            found = CheckpointFile(paths[-1], json.loads(paths[-1].read_bytes()))
-            (
-                found.step,
-                found.facts["ledger_length"],
-                found.facts["ledger_head"],
-                found.facts["tensors_sha256"],
-            )
-        except (ValueError, KeyError, TypeError):
-            raise RunDirectoryError(
-                f"checkpoint {paths[-1]} is damaged: it is not the JSON that was written."
-            ) from None
-        return found
+            facts = json.loads(paths[-1].read_bytes())
+            whole = facts["facts_sha256"] == _facts_hash(facts)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            whole = False
+        if not whole:
+            raise RunDirectoryError(f"checkpoint {paths[-1]} is damaged: it is not the JSON that was written.")
+        return CheckpointFile(paths[-1], facts)
 
     def read_tensors(self, checkpoint: CheckpointFile) -> bytes:
         try:
@@ -182,8 +186,13 @@ class RunDirectory:
     # ---- metrics
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        with open(self.metrics, "a+b") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")  # a crash cut the last line off: it must not swallow this one
+            file.write(json.dumps(record).encode() + b"\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines; a line that a crash cut off is left out."""

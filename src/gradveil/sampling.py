@@ -92,16 +92,14 @@ class Ticket:
 class _Batches(Sampler[list[int]]):
     """The batch sampler behind a private loader; notes a ticket for each physical batch, in order."""
 
-    def __init__(self, draw: Draw, span: Callable[[], range], physical: int | None, skip_empty: bool) -> None:
-        self.draw, self.span, self.physical, self.skip_empty = draw, span, physical, skip_empty
+    def __init__(self, draw: Draw, span: Callable[[], range], physical: int | None) -> None:
+        self.draw, self.span, self.physical = draw, span, physical
         self.tickets: deque[Ticket] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         self.tickets.clear()
         for step in self.span():
             indices = self.draw(step).tolist()
-            if not indices and self.skip_empty:
-                continue
             size = self.physical or max(len(indices), 1)
             for start in range(0, max(len(indices), 1), size):
                 part = indices[start : start + size]
@@ -138,7 +136,6 @@ class PrivateLoader:
         physical_batch_size: int | None = None,
         start: Callable[[], None] | None = None,
         hand_out: Callable[[Ticket], None] | None = None,
-        skip_empty: bool = False,
         like: DataLoader[Any] | None = None,
     ) -> None:
         if physical_batch_size is not None and physical_batch_size < 1:
@@ -146,7 +143,7 @@ class PrivateLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self._span, self._start, self._hand_out = span, start, hand_out
-        self._batches = _Batches(draw, span, physical_batch_size, skip_empty)
+        self._batches = _Batches(draw, span, physical_batch_size)
         collate = like.collate_fn if like is not None else default_collate
         self._tensors: tuple[torch.Tensor, ...] | None = None
         self._loader: DataLoader[Any] | None = None

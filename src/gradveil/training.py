@@ -11,7 +11,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,10 @@ def train(
     """Train one model as configured, into a new run directory."""
     session = _Session(config, seed)  # everything that can be wrong with the settings shows here
     run = RunDirectory.create(run_dir)
-    write_whole(run.config, config.to_toml().encode())
-    write_whole(run.environment, json.dumps(_environment(config, command), indent=1).encode())
     if seed is not None:
-        run.write_seed(seed)
+        run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: never without its seed
+    write_whole(run.environment, json.dumps(_environment(config, command), indent=1).encode())
+    write_whole(run.config, config.to_toml().encode())
     session.start(run, resume=False)
     return session.fit(progress)
 
@@ -123,6 +123,8 @@ def resume(
     stored_seed = run.read_seed()
     if seed is not None and seed != stored_seed:
         raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
+    if not run.list_checkpoints() and not run.metrics.exists() and _has_no_whole_line(run.ledger):
+        run.ledger.unlink()  # killed before the header was whole: nothing was released
     contents = run.verified_ledger() if run.ledger.exists() else None
     if contents is not None and contents.header.seeded and stored_seed is None:
         raise RunDirectoryError(
@@ -133,6 +135,10 @@ def resume(
     session = _Session(stored, None if new_noise else stored_seed)
     session.start(run, resume=contents is not None)
     return session.fit(progress)
+
+
+def _has_no_whole_line(ledger: Path) -> bool:
+    return ledger.exists() and b"\n" not in ledger.read_bytes()
 
 
 class _Session:
@@ -181,6 +187,7 @@ class _Session:
             optimizer=self.optimizer,
             data_loader=self.data.train,
             batch_size=config.batch_size,
+            physical_batch_size=config.physical_batch_size,
         )
         trial.detach()
 
@@ -226,8 +233,10 @@ class _Session:
         step = engine.step
         self.model.train()
         self._seed_forward(step)
+        if config.stop_at_accuracy is not None and step and step % config.evaluate_every == 0:
+            accuracy = self.accuracy()  # the run may have been killed between reaching its target and saying so
         try:
-            for x, y in self.loader:
+            for x, y in self._batches(accuracy):
                 self.optimizer.zero_grad()
                 loss = F.cross_entropy(self.model(x), y)
                 loss.backward()
@@ -251,12 +260,13 @@ class _Session:
                     last_told = now
                     shown = float(total_loss) / losses if losses else loss_shown
                     progress(Progress(step=step, steps=config.steps, loss=shown, accuracy=accuracy, epsilon=epsilon))
-                if config.stop_at_accuracy is not None and accuracy is not None and accuracy >= config.stop_at_accuracy:
-                    ended = f"stopped at test accuracy {accuracy:.4f}, step {step} of {config.steps}"
+                if self._reached(accuracy):
                     break
                 away += time.perf_counter() - now
         except BudgetExhausted as reason:
             ended, exhausted = str(reason), True
+        if not exhausted and self._reached(accuracy):
+            ended = f"stopped at test accuracy {accuracy:.4f}, step {step} of {config.steps}"
         seconds = time.perf_counter() - started - away
         self._save()
         engine.close(ended)
@@ -274,6 +284,14 @@ class _Session:
             noise_std_first=max(releases[0].noise_std) if releases else None,
             noise_std_last=max(releases[-1].noise_std) if releases else None,
         )
+
+    def _reached(self, accuracy: float | None) -> bool:
+        """Whether the target accuracy is reached."""
+        target = self.config.stop_at_accuracy
+        return target is not None and accuracy is not None and accuracy >= target
+
+    def _batches(self, accuracy: float | None) -> Iterable[Any]:
+        return () if self._reached(accuracy) else self.loader
 
     def _seed_forward(self, step: int) -> None:
         """Dropout of a seeded run is a function of the step, like everything else."""
@@ -307,7 +325,7 @@ class _Session:
         self.engine.commit()
         record: dict[str, Any] = {
             "step": step,
-            "loss": loss,
+            "loss": loss if math.isfinite(loss) else None,
             "accuracy": accuracy,
             "epsilon": epsilon.value if epsilon is not None else None,
             "epsilon_kind": epsilon.kind if epsilon is not None else None,

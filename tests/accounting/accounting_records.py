@@ -16,8 +16,7 @@ def make_header(**changes: Any) -> RunHeader:
         "groups": ("all",),
         "population": 60_000,
         "sampling": "poisson",
-        "sample_rate": 0.01,
-        "expected_batch_size": 600.0,
+        "sample_rate": 0.01,  # the expected batch size follows, unless it is given
         "steps": 10_000,
         "delta": 1e-5,
         "seeded": False,
@@ -27,7 +26,10 @@ def make_header(**changes: Any) -> RunHeader:
             "fixed_variance": False,
         },
     }
-    return RunHeader(**{**settings, **changes})
+    settings.update(changes)
+    if "expected_batch_size" not in changes:
+        settings["expected_batch_size"] = settings["sample_rate"] * settings["population"]
+    return RunHeader(**settings)
 
 
 def make_release(header: RunHeader, step: int, *, sigma: float = 6.0, clip: float = 4.0, **changes: Any) -> Release:

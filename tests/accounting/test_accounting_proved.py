@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from gradveil.accounting import paper_epsilons, proved_epsilon
 from gradveil.accounting._cells import cells
-from gradveil.accounting._pld import Mechanism, fixed_size_deltas
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.records import SideRelease
 from gradveil.schedules import Constant, Exponential, Linear
@@ -25,6 +24,7 @@ REFERENCE = {
     ("poisson", "add-remove", "PLD"): (0.601, 0.532, 0.455, 0.431, 0.412),
     ("poisson", "add-remove", "RDP"): (0.659, 0.584, 0.501, 0.474, 0.454),
     ("poisson", "replace-one", "PLD"): (1.271, 1.124, 0.960, 0.908, 0.868),
+    ("without-replacement", "replace-one", "PLD"): (1.488, 1.315, 1.122, 1.061, 1.014),
     ("without-replacement", "replace-one", "RDP"): (3.106, 2.740, 2.338, 2.213, 2.117),
 }
 
@@ -52,7 +52,7 @@ def test_decaying_sigma_is_exact_enough_and_fast() -> None:
     header, releases = make_run(sigmas=list(map(Exponential.to(15.0, end=4.0, steps=10_000), range(10_000))))
     start = time.perf_counter()
     pld = proved_epsilon(header, releases).epsilon
-    assert time.perf_counter() - start < 15  # 5 s on one idle core
+    assert time.perf_counter() - start < 15  # 2 s on one idle core
     assert pld == pytest.approx(0.5302, rel=5e-3)
     assert pld >= 0.5302 * (1 - 5e-4), "multipliers must be rounded to the safe side"
     assert proved_epsilon(header, releases, accountant="RDP").epsilon == pytest.approx(0.584, rel=5e-3)
@@ -82,28 +82,6 @@ def test_fixed_size_pld_lies_between_its_worst_case_and_the_rdp_bound() -> None:
         got[sampling] = proved_epsilon(header, releases, neighbours="replace-one").epsilon
     assert worst < got["without-replacement"] < got["with-replacement"] < 3.106
     assert got["with-replacement"] == pytest.approx(got["without-replacement"], rel=0.02)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.05, 0.5])
-def test_with_replacement_bound_holds_on_an_enumerated_mechanism(epsilon: float) -> None:
-    """Ten examples, batches of three, all others at -1 and the one at +1 or 0 (in units of C), z = 1."""
-    n, batch, z = 10, 3, 1.0
-    x = np.linspace(-12, 14, 200_001)
-    rows = [math.comb(batch, k) * (1 / n) ** k * (1 - 1 / n) ** (batch - k) for k in range(batch + 1)]
-
-    def density(contribution: float) -> np.ndarray:
-        means = [k * contribution - (batch - k) for k in range(batch + 1)]
-        return sum(w * np.exp(-((x - m) ** 2) / (2 * z * z)) for w, m in zip(rows, means, strict=True)) / (
-            z * math.sqrt(2 * math.pi)
-        )
-
-    mechanism = Mechanism(sampler="with-replacement", rate=0.3, batch_size=batch, population=n)
-    bound = fixed_size_deltas(mechanism, z, np.array([epsilon]))[0]
-    for one, other in ((1.0, -1.0), (-1.0, 1.0), (1.0, 0.0), (0.0, 1.0)):
-        true = np.sum(np.maximum(density(one) - math.exp(epsilon) * density(other), 0)) * (x[1] - x[0])
-        assert true <= bound + 1e-9
-    tight = np.sum(np.maximum(density(1.0) - math.exp(epsilon) * density(-1.0), 0)) * (x[1] - x[0])
-    assert bound < 1.2 * tight
 
 
 def test_full_batches_are_the_plain_gaussian() -> None:
@@ -184,11 +162,12 @@ def test_fixed_size_has_no_add_remove_and_with_replacement_no_rdp() -> None:
     assert "replace-one" in reason(*make_run(taken=3, sampling="without-replacement"))
     assert "replace-one" in reason(*make_run(taken=3, sampling="with-replacement"))
     assert "PLD" in reason(*make_run(taken=3, sampling="with-replacement"), neighbours="replace-one", accountant="RDP")
+    odd = {"expected_batch_size": 600.5, "sample_rate": 600.5 / 60_000}
     assert "whole batch size" in reason(
-        *make_run(taken=3, sampling="with-replacement", expected_batch_size=600.5), neighbours="replace-one"
+        *make_run(taken=3, sampling="with-replacement", **odd), neighbours="replace-one"
     )
     assert "cannot be drawn" in reason(
-        *make_run(taken=3, sampling="without-replacement", population=10), neighbours="replace-one"
+        *make_run(taken=3, sampling="without-replacement", **odd), neighbours="replace-one"
     )
 
 
@@ -276,6 +255,8 @@ def test_side_releases_are_charged_jointly(groups: int) -> None:
 
 def test_fixed_variance_is_the_baseline_and_its_ledger_stays_private() -> None:
     header, baseline = make_run(taken=100)
+    plan = {**header.plan, "fixed_variance": True, "varsigma": 24.0}
+    header = dataclasses.replace(header, plan=plan, guarantee="paper-only")
     norms = np.random.default_rng(0).uniform(0.5, 4.0, 100)
     fixed = [
         make_release(header, t, sigma=24.0 / s, sensitivity=(s,), sensitivity_rule="l2max-batch", noise_std=(24.0,))
@@ -283,6 +264,7 @@ def test_fixed_variance_is_the_baseline_and_its_ledger_stays_private() -> None:
     ]
     got = proved_epsilon(header, fixed)
     assert got.epsilon == pytest.approx(proved_epsilon(header, baseline).epsilon, rel=1e-9)
+    assert got.reason is None
     assert any("must not be published" in note for note in got.assumptions)
     assert not any("must not be published" in note for note in proved_epsilon(header, baseline).assumptions)
 
@@ -302,8 +284,6 @@ def test_delta_can_be_given_and_is_checked() -> None:
     assert proved_epsilon(header, releases, delta=1e-7).epsilon > proved_epsilon(header, releases).epsilon
     with pytest.raises(ConfigError, match="delta 0"):
         proved_epsilon(header, releases, delta=0)
-    with pytest.raises(ConfigError, match="sample rate 2"):
-        proved_epsilon(header, [make_release(header, 0, sample_rate=2.0)])
     with pytest.raises(UnknownNameError):
         proved_epsilon(header, releases, neighbours="add")
     with pytest.raises(UnknownNameError):

@@ -75,7 +75,7 @@ def test_non_private_strategy() -> None:
 
 def test_fixed_size_leads_with_replace_one() -> None:
     result = statement(*make_run(taken=100, sampling="without-replacement"))
-    assert (result.proved.neighbours, result.proved.accountant) == ("replace-one", "RDP")
+    assert (result.proved.neighbours, result.proved.accountant) == ("replace-one", "PLD")
     assert math.isfinite(result.proved.epsilon)
     assert result.proved_other.epsilon == math.inf
     assert "without replacement" in flat(str(result))

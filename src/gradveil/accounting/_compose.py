@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from gradveil.accounting._cells import CELL_LIMIT, EXACT_LIMIT, cells
-from gradveil.accounting._pld import Mechanism, Part, pld_epsilon
+from gradveil.accounting._grid import Part, pld_epsilon, resolves
+from gradveil.accounting._pld import FIXED_SIZE, Mechanism
 from gradveil.accounting._renyi import (
     PROVED_ORDERS,
     WHOLE_ORDERS,
@@ -22,7 +24,7 @@ Neighbours = Literal["add-remove", "replace-one"]
 Accountant = Literal["PLD", "RDP"]
 Charge = tuple[Mechanism, float]
 
-FIXED_SIZE = ("without-replacement", "with-replacement")
+_ROUGH_ORDERS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 _NO_BOUND = {
     "shuffle": (
         "batches were cut from a shuffled data set: their examples are not drawn independently of earlier "
@@ -33,6 +35,8 @@ _NO_BOUND = {
         "in it is not known. Let the engine draw the batches"
     ),
 }
+
+SAMPLERS = ("poisson", "full", *FIXED_SIZE, *_NO_BOUND)
 
 
 def check_view(neighbours: str, accountant: str) -> None:
@@ -69,16 +73,19 @@ def why_no_bound(mechanism: Mechanism, neighbours: Neighbours, accountant: Accou
     return None
 
 
-def _rough_rdp_epsilon(parts: Iterable[Part], *, replace: bool, delta: float) -> float:
-    total = np.zeros(len(PROVED_ORDERS))
+def _rough_epsilon(parts: Iterable[Part], *, replace: bool, delta: float) -> float:
+    """The size of epsilon, to choose a grid by; it never falls when a step is added."""
+    total = np.zeros(len(_ROUGH_ORDERS))
     for mechanism, z, count in parts:
-        total = total + count * rdp_poisson(mechanism.rate, z, PROVED_ORDERS, replace)
-    return tight_epsilon(PROVED_ORDERS, total, delta)
+        fixed = mechanism.sampler in FIXED_SIZE  # nearly a Poisson step of twice the sensitivity
+        one = rdp_poisson(mechanism.rate, z / 2 if fixed else z, _ROUGH_ORDERS, replace and not fixed)
+        total = total + count * one
+    return tight_epsilon(_ROUGH_ORDERS, total, delta)
 
 
-def _interval(size: float) -> float:
-    """Coarser where epsilon is so large that a fine grid only costs memory; never finer as it grows."""
-    return 1e-4 if size <= 20 else 1e-3 if size <= 200 else 1e-2 if size <= 2000 else 1e-1
+def usable_accountant(charges: Sequence[Charge], *, delta: float, accountant: Accountant) -> Accountant:
+    """``accountant``, or RDP where ``delta`` is so small that rounding could hide in a PLD's tail."""
+    return accountant if resolves(delta, len(charges)) else "RDP"
 
 
 def composed_epsilon(
@@ -86,8 +93,14 @@ def composed_epsilon(
 ) -> float:
     """Epsilon at ``delta`` of all ``charges``; each must have a bound (:func:`why_no_bound`) and z > 0.
 
-    Guaranteed: an upper bound, up to floating point; it never falls when a charge is added.
+    Guaranteed: an upper bound (for the PLD with a measured, not proved, margin for the rounding of
+    Fourier transforms: :mod:`gradveil.accounting._grid`); it never falls when a charge is added. Where
+    delta is too small for that margin, the RDP bound stands in; infinity where there is none.
     """
+    if usable_accountant(charges, delta=delta, accountant=accountant) != accountant:
+        accountant = "RDP"
+        if any(why_no_bound(m, neighbours, accountant) for m in dict.fromkeys(m for m, _ in charges)):
+            return math.inf
     by_mechanism: dict[Mechanism, list[float]] = {}
     for mechanism, z in charges:
         by_mechanism.setdefault(mechanism, []).append(z)
@@ -99,8 +112,8 @@ def composed_epsilon(
     if not parts:
         return 0.0
     if accountant == "PLD":
-        interval = _interval(_rough_rdp_epsilon(parts, replace=replace, delta=delta))
-        return pld_epsilon(parts, replace=replace, delta=delta, interval=interval)
+        size = _rough_epsilon(parts, replace=replace, delta=delta)
+        return pld_epsilon(parts, replace=replace, delta=delta, size=size)
     orders = WHOLE_ORDERS if slow else PROVED_ORDERS
     total = np.zeros(len(orders))
     for mechanism, z, count in parts:

@@ -1,4 +1,10 @@
-"""Privacy loss distributions of one step, and their composition. All estimates are pessimistic.
+"""The privacy loss of one step: pairs of distributions that dominate it, as curves delta(epsilon).
+
+With q the sampling rate, z the noise multiplier (add or remove one), N_m the unit Gaussian around m:
+
+- Poisson, add or remove one: (1-q) N_0 + q N_m against N_0, m = 1/z, and the same pair exchanged.
+- Poisson, replace one: (1-q) N_0 + q N_m against (1-q) N_0 + q N_-m, which is its own mirror image (why it
+  dominates: :mod:`gradveil.accounting._renyi`).
 
 Fixed-size batches under replace-one: let beta be the chance that the one example is in the batch at all,
 and w_k that it fills k rows. Given the other rows, an output with k copies of it differs in mean from one
@@ -17,8 +23,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +42,9 @@ class Mechanism:
     population: int = 0
 
 
+FIXED_SIZE = ("without-replacement", "with-replacement")
+
+
 def _copies(mechanism: Mechanism) -> tuple[float, list[tuple[int, float]], float]:
     """beta, the (k, w_k) for k >= 1, and the mass of the k left out."""
     n, batch = mechanism.population, mechanism.batch_size
@@ -54,70 +61,66 @@ def _copies(mechanism: Mechanism) -> tuple[float, list[tuple[int, float]], float
     return -math.expm1(batch * math.log1p(-1.0 / n)) if n > 1 else 1.0, weights, float(rows.sf(len(weights)))
 
 
-def fixed_size_deltas(mechanism: Mechanism, z: float, epsilons: Array) -> Array:
-    """The bound delta(epsilon) above for ``epsilons`` >= 0, both neighbours having the same size."""
+def _log_g(beta: float, epsilons: Array) -> Array:
+    """log(1 + (e^epsilon - 1) / beta) for ``epsilons`` >= 0, at any size of them."""
+    return np.asarray(epsilons - math.log(beta) + np.log(beta * np.exp(-epsilons) - np.expm1(-epsilons)))
+
+
+def _gaussian(shift: float, log_g: Array) -> Array:
+    """H_g(N(shift, 1) || N(0, 1))."""
     from scipy.special import log_ndtr, ndtr
 
+    tail = np.exp(log_g + log_ndtr(-shift / 2 - log_g / shift))
+    return np.asarray(np.maximum(ndtr(shift / 2 - log_g / shift) - tail, 0.0))
+
+
+def fixed_size_deltas(mechanism: Mechanism, z: float, epsilons: Array) -> Array:
+    """The bound delta(epsilon) above for ``epsilons`` >= 0, both neighbours having the same size."""
     beta, weights, rest = _copies(mechanism)
-    log_g = np.log1p(np.expm1(epsilons) / beta)
+    log_g = _log_g(beta, epsilons)
     total = np.full(epsilons.shape, rest)
     for k, weight in weights:
-        shift = 2.0 * k / z
-        tail = np.exp(log_g + log_ndtr(-shift / 2 - log_g / shift))
-        total += weight * np.maximum(ndtr(shift / 2 - log_g / shift) - tail, 0.0)
+        total += weight * _gaussian(2.0 * k / z, log_g)
     return np.asarray(np.minimum(total, 1.0))
 
 
-def _fixed_size_pld(mechanism: Mechanism, z: float, interval: float) -> Any:
-    from dp_accounting.pld import pld_pmf
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+def _one_added(q: float, shift: float, epsilons: Array) -> Array:
+    """H_e^epsilon(N_0 || (1-q) N_0 + q N_shift): zero from -log(1-q) on."""
+    from scipy.special import log_ndtr, ndtr
 
-    top = interval
-    while top < 500 and fixed_size_deltas(mechanism, z, np.array([top]))[0] > 1e-18:
-        top *= 1.25
-    last = math.ceil(top / interval)
-    epsilons: Array = interval * np.arange(last + 1, dtype=np.float64)
-    positive = np.minimum.accumulate(fixed_size_deltas(mechanism, z, epsilons))
-    negative = -np.expm1(-epsilons[:0:-1]) + np.exp(-epsilons[:0:-1]) * positive[:0:-1]
-    deltas = np.concatenate([np.minimum(negative, 1.0), positive])
-    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, deltas))
+    share = 1.0 + np.expm1(-epsilons) / q
+    inside = share > 0
+    log_share = np.log(np.where(inside, share, 1.0))
+    gap = share * ndtr(log_share / shift + shift / 2) - np.exp(log_ndtr(log_share / shift - shift / 2))
+    return np.where(inside, q * np.exp(np.where(inside, epsilons, 0.0)) * np.maximum(gap, 0.0), 0.0)
 
 
-@lru_cache(maxsize=1024)
-def _steps(mechanism: Mechanism, replace: bool, interval: float, z: float, count: int) -> Any:
-    """``count`` equal steps."""
-    from dp_accounting import NeighboringRelation
-    from dp_accounting.pld import privacy_loss_distribution
+def _one_replaced(q: float, shift: float, epsilons: Array) -> Array:
+    """H_e^epsilon((1-q) N_0 + q N_shift || (1-q) N_0 + q N_-shift)."""
+    from scipy.special import log_ndtr, ndtr
 
-    if mechanism.sampler in ("without-replacement", "with-replacement"):
-        return _fixed_size_pld(mechanism, z, interval).self_compose(count)
-    if mechanism.rate >= 1:  # plain Gaussians compose to a Gaussian
-        return privacy_loss_distribution.from_gaussian_mechanism(
-            z / math.sqrt(count) / (2 if replace else 1), value_discretization_interval=interval
-        )
-    one = privacy_loss_distribution.from_gaussian_mechanism(
-        z,
-        value_discretization_interval=interval,
-        sampling_prob=mechanism.rate,
-        neighboring_relation=(NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE),
-    )
-    return one.self_compose(count) if count > 1 else one
+    half = epsilons / 2
+    with np.errstate(divide="ignore"):
+        log_sinh = half + np.log(-np.expm1(-epsilons)) - math.log(2)
+    t = log_sinh - (math.log(q) - shift * shift / 2 - math.log1p(-q))
+    x = (half + np.logaddexp(t, np.logaddexp(0.0, 2 * t) / 2)) / shift  # where the loss is epsilon
+    neither = -np.expm1(-epsilons) * np.exp(epsilons + log_ndtr(-x))
+    total = q * (ndtr(shift - x) - np.exp(epsilons + log_ndtr(-shift - x))) - (1 - q) * neither
+    return np.asarray(np.maximum(total, 0.0))
 
 
-Part = tuple[Mechanism, float, int]
+def loss_curves(mechanism: Mechanism, z: float, replace: bool, epsilons: Array) -> tuple[Array, Array]:
+    """delta(epsilon) at ``epsilons`` >= 0 of a pair that dominates one step, and of the pair exchanged.
 
-
-@lru_cache(maxsize=1024)
-def _composed(parts: tuple[Part, ...], replace: bool, interval: float) -> Any:
-    """All ``parts``. Halved at a power of two, so that runs with a common beginning share cached halves."""
-    if len(parts) == 1:
-        mechanism, z, count = parts[0]
-        return _steps(mechanism, replace, interval, z, count)
-    half = 1 << ((len(parts) - 1).bit_length() - 1)
-    left = _composed(parts[:half], replace, interval)
-    return left.compose(_composed(parts[half:], replace, interval))
-
-
-def pld_epsilon(parts: tuple[Part, ...], *, replace: bool, delta: float, interval: float) -> float:
-    """Epsilon at ``delta`` of all ``parts`` composed; losses are rounded up to multiples of ``interval``."""
-    return float(_composed(parts, replace, interval).get_epsilon_for_delta(delta)) if parts else 0.0
+    Equal (the same array) where the pair is its own mirror image.
+    """
+    if mechanism.sampler in FIXED_SIZE:
+        curve = fixed_size_deltas(mechanism, z, epsilons)
+    elif mechanism.rate >= 1:
+        curve = _gaussian((2.0 if replace else 1.0) / z, epsilons)
+    elif replace:
+        curve = _one_replaced(mechanism.rate, 1.0 / z, epsilons)
+    else:
+        removed = mechanism.rate * _gaussian(1.0 / z, _log_g(mechanism.rate, epsilons))
+        return removed, _one_added(mechanism.rate, 1.0 / z, epsilons)
+    return curve, curve

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from gradveil.accounting._charges import Unbounded, planned_mechanism, release_charges
+from gradveil.accounting._charges import (
+    LARGEST_MULTIPLIER,
+    SMALLEST_MULTIPLIER,
+    Unbounded,
+    check_provable,
+    planned_mechanism,
+    release_charges,
+    run_charges,
+)
 from gradveil.accounting._checks import check_delta, check_noise
 from gradveil.accounting._compose import Accountant, Neighbours, check_view, composed_epsilon, why_no_bound
 from gradveil.accounting.proved import default_view
@@ -53,8 +61,9 @@ def affordable_steps(
     the statement leads with. Guaranteed: :func:`~gradveil.accounting.proved.proved_epsilon` of the run
     after n such steps is at most ``budget``, and after n + 1 it is not (or n = len(planned)).
 
-    0 where even the releases so far are over the budget or have no finite epsilon. A run that stops on
-    private data must declare as ``header.steps`` no more than what this returns at its start.
+    0 where even the releases so far are over the budget, or where they or the strategy have no finite
+    epsilon; for a run that stops on private data also where its declared steps (``header.steps``) cost
+    more than ``budget``, because they are charged whether they are taken or not.
     """
     if not budget > 0:
         raise ConfigError(f"budget {budget!r} is not above zero: no private step has epsilon 0. Give epsilon > 0.")
@@ -64,9 +73,11 @@ def affordable_steps(
     check_view(neighbours, accountant)
     delta = check_delta(header.delta if delta is None else delta)
     planned = [check_noise(z, what="planned noise multiplier", step=i) for i, z in enumerate(planned)]
-    if header.guarantee == "none":
-        return 0
+    enough = next((i for i, z in enumerate(planned) if z < SMALLEST_MULTIPLIER), len(planned))
+    planned = [min(z, LARGEST_MULTIPLIER) for z in planned[:enough]]  # beyond: no finite epsilon
     try:
+        check_provable(header)
+        charged = run_charges(header, releases)
         spent = release_charges(header, releases)
     except Unbounded:
         return 0
@@ -82,6 +93,10 @@ def affordable_steps(
             known[n] = composed_epsilon(charges, delta=delta, neighbours=neighbours, accountant=accountant)
         return known[n]
 
+    if header.stopping == "private":
+        declared = composed_epsilon(charged, delta=delta, neighbours=neighbours, accountant=accountant)
+        if not declared <= budget:
+            return 0
     total = len(planned)
     if epsilon_after(total) <= budget:
         return total

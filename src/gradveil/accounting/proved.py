@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradveil.accounting._charges import Unbounded, declared_charges, release_charges
+from gradveil.accounting._charges import Unbounded, run_charges
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
-    FIXED_SIZE,
     Accountant,
-    Charge,
     Neighbours,
     check_view,
     composed_epsilon,
+    usable_accountant,
     why_no_bound,
 )
+from gradveil.accounting._pld import FIXED_SIZE
 from gradveil.records import Release, RunHeader
 
 UNIT = "the unit of protection is one example"
@@ -39,6 +39,10 @@ _ALWAYS = (
 )
 _ONE_ROW = "each example contributes to at most one row of a batch in each step"
 _MANY_ROWS = "an example fills as many rows of a batch as it was drawn times, each clipped on its own"
+_FIXED_RATE = (
+    "the sampling rate {rate:g} is taken as fixed and public: it is B/N with the public N = {population}, and "
+    "adding or removing one example is taken not to change it"
+)
 _SEEDED = (
     "the run was seeded: whoever knows the seed can take the noise off; the value holds only while the seed is secret"
 )
@@ -72,16 +76,16 @@ def default_view(sampler: str) -> tuple[Neighbours, Accountant]:
     """The neighbours and the accountant that a statement leads with.
 
     >>> default_view("poisson"), default_view("without-replacement")
-    (('add-remove', 'PLD'), ('replace-one', 'RDP'))
+    (('add-remove', 'PLD'), ('replace-one', 'PLD'))
     """
-    if sampler == "without-replacement":
-        return "replace-one", "RDP"
     return ("replace-one", "PLD") if sampler in FIXED_SIZE else ("add-remove", "PLD")
 
 
-def _assumptions(header: RunHeader, releases: Sequence[Release]) -> tuple[str, ...]:
+def _assumptions(header: RunHeader, releases: Sequence[Release], neighbours: Neighbours) -> tuple[str, ...]:
     repeated = "with-replacement" in {header.sampling, *(r.sampler for r in releases)}
     notes = [*_ALWAYS, _MANY_ROWS if repeated else _ONE_ROW]
+    if neighbours == "add-remove":
+        notes.append(_FIXED_RATE.format(rate=header.sample_rate, population=header.population))
     if header.seeded:
         notes.append(_SEEDED)
     if header.stopping == "public":
@@ -91,16 +95,6 @@ def _assumptions(header: RunHeader, releases: Sequence[Release]) -> tuple[str, .
     if any(r.scale_is_public and r.sensitivity_rule.startswith(("l2max", "l2-max")) for r in releases):
         notes.append(_RECORDED_S)
     return tuple(notes)
-
-
-def run_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:
-    """Every step the run is charged for. Raises ``Unbounded`` where none of it has a finite epsilon."""
-    if header.guarantee == "none":
-        raise Unbounded(f"strategy {header.strategy!r} is not private: it adds no noise")
-    charges = release_charges(header, releases)
-    if header.stopping == "private":
-        charges += declared_charges(header, releases)
-    return charges
 
 
 def proved_epsilon(
@@ -130,9 +124,13 @@ def proved_epsilon(
         steps += len(set(range(header.steps)) - {r.step for r in releases})
     try:
         charges = run_charges(header, releases)
-        for mechanism in dict.fromkeys(mechanism for mechanism, _ in charges):
-            if (why := why_no_bound(mechanism, neighbours, accountant)) is not None:
-                raise Unbounded(why)
+        usable = usable_accountant(charges, delta=delta, accountant=accountant)
+        for kind in dict.fromkeys((accountant, usable)):
+            for mechanism in dict.fromkeys(mechanism for mechanism, _ in charges):
+                if (why := why_no_bound(mechanism, neighbours, kind)) is not None:
+                    small = f" (delta {delta:g} is too small for the PLD of {len(charges)} steps)"
+                    raise Unbounded(why if kind == accountant else why + small)
+        accountant = usable
         epsilon = composed_epsilon(charges, delta=delta, neighbours=neighbours, accountant=accountant)
         if not math.isfinite(epsilon):
             epsilon, reason = math.inf, "the noise is so small that no finite epsilon holds at this delta"
@@ -145,6 +143,6 @@ def proved_epsilon(
         sampler=sampler,
         accountant=accountant,
         steps_charged=steps,
-        assumptions=_assumptions(header, releases),
+        assumptions=_assumptions(header, releases, neighbours),
         reason=reason,
     )

@@ -76,3 +76,6 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        click.echo(f"gradveil: {error.filename or ''}: {error.strerror or error}", err=True)
+        sys.exit(2)
