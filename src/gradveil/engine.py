@@ -162,7 +162,7 @@ class PrivacyEngine:
 
     @staticmethod
     def _unproved(sampling: str, plan: Parameters) -> bool:
-        if sampling in ("shuffle", "with-replacement"):
+        if sampling == "shuffle":
             return True
         return plan.strategy.guarantee != "proved" and not plan.fixed_variance
 
@@ -248,8 +248,8 @@ class PrivacyEngine:
                 "Give the optimizer module.parameters()."
             )
 
-    def _open_ledger(self) -> None:
-        header = RunHeader(
+    def _header(self) -> RunHeader:
+        return RunHeader(
             strategy=self.plan.strategy.name,
             guarantee=self.plan.strategy.guarantee,
             groups=tuple(g.name for g in self.groups),
@@ -265,6 +265,15 @@ class PrivacyEngine:
             stopping=self.stopping,
             gradveil_version=__version__,
         )
+
+    def _open_ledger(self) -> None:
+        header = self._header()
+        if self.budget is not None and self.stopping == "private" and not self._affordable_steps(header, ()):
+            raise ConfigError(
+                f"the run may stop early on private data, so all {self.plan.steps} declared steps are charged, and "
+                f"they cost more than the budget of epsilon = {self.budget:g} at delta = {self.delta:g}. Declare fewer "
+                "steps, raise sigma or the budget, or declare the data it stops on public (stopping='public')."
+            )
         path = None
         if self.run_dir is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -462,7 +471,8 @@ class PrivacyEngine:
                 "that make_private returned."
             )
         if self._affordable is None:
-            self._affordable = len(self._ledger.releases) + self._affordable_steps()
+            done = tuple(self._ledger.releases)
+            self._affordable = len(done) + self._affordable_steps(self._ledger.header, done)
         if len(self._ledger.releases) >= self._affordable:
             raise BudgetExhausted(
                 f"step {self.step} of {self.plan.steps} would spend more than the budget of epsilon = {self.budget:g} "
@@ -470,16 +480,13 @@ class PrivacyEngine:
                 "taken. Raise the budget or sigma, or declare fewer steps."
             )
 
-    def _affordable_steps(self) -> int:
+    def _affordable_steps(self, header: RunHeader, done: tuple[Release, ...]) -> int:
+        """How many more steps the budget allows, if they are released as planned."""
         from gradveil.accounting import affordable_steps
 
-        assert self._ledger is not None and self.budget is not None
-        return affordable_steps(
-            self._ledger.header,
-            tuple(self._ledger.releases),
-            budget=self.budget,
-            planned=[self._planned_multiplier(t) for t in range(self.step, self.plan.steps)],
-        )
+        assert self.budget is not None
+        planned = [self._planned_multiplier(t) for t in range(self.step, self.plan.steps)]
+        return affordable_steps(header, done, planned, budget=self.budget)
 
     def _planned_multiplier(self, step: int) -> float:
         """The noise multiplier that ``step`` will have; public before the run for every proved strategy."""

@@ -44,7 +44,8 @@ _FIXED_RATE = (
     "adding or removing one example is taken not to change it"
 )
 _SEEDED = (
-    "the run was seeded: whoever knows the seed can take the noise off; the value holds only while the seed is secret"
+    "the run was seeded: whoever knows the seed can take the noise off; the value holds only while the seed is "
+    "secret, cannot be guessed, and is used for no other run on the data"
 )
 _PUBLIC_STOP = "the stopping rule used data that were declared public"
 _PRIVATE_STOP = "training stops on private data, so every declared step is charged, taken or not"
