@@ -197,7 +197,7 @@ def test_a_budget_refuses_the_step_that_would_overspend_before_it_is_taken():
 @pytest.mark.parametrize("strategy", ["dyn-sigma", "quantile-clip", "adaclip", "dyn-s-decay"])
 def test_the_planned_multiplier_is_the_one_released(strategy):
     engine, *rest = start(strategy=strategy)
-    planned = [engine._planned_multiplier(t) for t in range(12)]
+    planned = [engine._budget.planned_multiplier(t) for t in range(12)]
     run(engine, *rest)
     assert [r.multiplier for r in engine.releases] == pytest.approx(planned, rel=1e-9)
 
@@ -205,7 +205,7 @@ def test_the_planned_multiplier_is_the_one_released(strategy):
 def test_fixed_variance_is_planned_and_released_alike():
     for strategy in ("dyn-s-decay", "dyn-s", "dyn-s-l2max"):
         engine, *rest = start(strategy=strategy, fixed_variance=True)
-        planned = [engine._planned_multiplier(t) for t in range(12)]
+        planned = [engine._budget.planned_multiplier(t) for t in range(12)]
         run(engine, *rest)
         assert [r.multiplier for r in engine.releases] == pytest.approx(planned, rel=1e-9)
         for r in engine.releases:
@@ -463,3 +463,20 @@ def test_two_runs_with_one_seed_and_other_settings_share_neither_noise_nor_sampl
     correlation = torch.corrcoef(torch.stack([runs[0][0], runs[1][0]]))[0, 1]
     assert abs(float(correlation)) < 0.4  # 77 coordinates
     assert runs[0][1] != runs[1][1]
+
+
+def test_gradients_changed_between_backward_and_step_are_refused():
+    """Scaling a sum by its own norm, or adding to it, undoes what was clipped."""
+    for change in (
+        lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+        lambda m: m[0].weight.grad.mul_(2.0),
+        lambda m: setattr(m[0].weight, "grad", torch.ones_like(m[0].weight)),
+    ):
+        for clipping in ("per-layer", "flat"):
+            _, model, opt, loader = start(clipping=clipping)
+            x, y = next(iter(loader))
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            change(model)
+            with pytest.raises(PrivacyViolation, match="changed between backward"):
+                opt.step()

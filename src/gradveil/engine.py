@@ -15,13 +15,11 @@ state_dict keys. :meth:`PrivacyEngine.detach` takes every trace of the engine of
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
-from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
-from gradveil.clipping.clipper import _ModelHook
+from gradveil.clipping import Clipper, Clipping, Group, make_groups
+from gradveil.clipping.taps import ModelHook
 from gradveil.errors import (
     BudgetExhausted,
     ConfigError,
@@ -41,11 +39,12 @@ from gradveil.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
+from gradveil.guards import BatchGuard, BudgetGuard, RepeatGuard, salt
 from gradveil.ledger import Ledger
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release, RunHeader
 from gradveil.release import release_gradients
-from gradveil.sampling import Indices, PrivateLoader, Sampling, Ticket, check_loader
+from gradveil.sampling import Indices, PrivateLoader, Sampling, check_loader
 from gradveil.schedules import Schedule
 from gradveil.strategies import Parameters, Strategy, parameters
 from gradveil.version import __version__
@@ -149,9 +148,6 @@ class PrivacyEngine:
         self._handles: list[Any] = []
         self._clipper: Clipper | None = None
         self._ledger: Ledger | None = None
-        self._affordable: int | None = None
-        self._ticket: Ticket | None = None
-        self._drawn_since_release: set[int] = set()
         self._parts: dict[nn.Parameter, Tensor] = {}
         self.not_finite_examples = 0
         if self.run_dir is not None and not resume and (self.run_dir / ledgers.FILE_NAME).exists():
@@ -222,9 +218,10 @@ class PrivacyEngine:
             self._clipper = Clipper(module, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
             self._clipper.whitening = self.rule.whitening
         self._open_ledger()
+        self._batch = BatchGuard(self.sampling.name)
         self._handles += [
-            optimizer.register_step_pre_hook(_ModelHook(self._before_step)),
-            module.register_state_dict_pre_hook(_ModelHook(lambda *_: self.commit())),
+            optimizer.register_step_pre_hook(ModelHook(self._before_step)),
+            module.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit())),
         ]
         loader = PrivateLoader(
             dataset=dataset,
@@ -233,7 +230,7 @@ class PrivacyEngine:
             span=lambda: range(self.step, self.plan.steps),
             physical_batch_size=physical_batch_size,
             start=self._start_iteration,
-            hand_out=self._hand_out,
+            hand_out=self._batch.hand_out,
             like=like,
         )
         return module, optimizer, loader
@@ -248,7 +245,7 @@ class PrivacyEngine:
                 "Give the optimizer module.parameters()."
             )
 
-    def _header(self) -> RunHeader:
+    def _header(self, side: float) -> RunHeader:
         return RunHeader(
             strategy=self.plan.strategy.name,
             guarantee=self.plan.strategy.guarantee,
@@ -260,20 +257,29 @@ class PrivacyEngine:
             steps=self.plan.steps,
             delta=self.delta,
             seeded=self._key.seeded,
-            plan=self.plan.to_plan() | {"side_inverse_square": self._side_inverse_square()},
+            plan=self.plan.to_plan() | {"side_inverse_square": side},
             salt=self._salt(),
             stopping=self.stopping,
             gradveil_version=__version__,
         )
 
+    def _salt(self) -> str:
+        settings = {
+            "strategy": self.plan.strategy.name,
+            "plan": self.plan.to_plan(),
+            "steps": self.plan.steps,
+            "groups": [(g.name, g.parameters) for g in self.groups],
+            "sampling": [self.sampling.name, self.sampling.population, self.sampling.batch_size],
+            "options": self.options,
+            "loss_reduction": self.loss_reduction,
+        }
+        return salt(settings, self.parameters.values(), self.optimizer)
+
     def _open_ledger(self) -> None:
-        header = self._header()
-        if self.budget is not None and self.stopping == "private" and not self._affordable_steps(header, ()):
-            raise ConfigError(
-                f"the run may stop early on private data, so all {self.plan.steps} declared steps are charged, and "
-                f"they cost more than the budget of epsilon = {self.budget:g} at delta = {self.delta:g}. Declare fewer "
-                "steps, raise sigma or the budget, or declare the data it stops on public (stopping='public')."
-            )
+        side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
+        header = self._header(side)
+        self._budget = BudgetGuard(self.budget, self.plan, len(self.groups), side)
+        self._budget.check_plan(header)
         path = None
         if self.run_dir is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -283,7 +289,7 @@ class PrivacyEngine:
         else:
             self._ledger = Ledger(header, path)
         self._run_key = self._key.bound_to(self._ledger.header.salt)
-        self._note_earlier_releases()
+        self._repeat = RepeatGuard(self._ledger.releases)
         atexit.register(_commit, weakref.ref(self._ledger))
 
     # ---- the loop
@@ -296,19 +302,14 @@ class PrivacyEngine:
             indices = self.sampling.draw(self._run_key, step + again * (1 << 40))
         return indices
 
-    def _hand_out(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-        self._drawn_since_release.add(ticket.step)
-
     def _start_iteration(self) -> None:
         """A new loop over the loader starts clean: nothing of an abandoned batch may enter the next release."""
-        self._ticket = None
-        self._drawn_since_release.clear()
+        self._batch.clear()
         self._parts.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
         if self._clipper is not None:
-            self._clipper.harvest = Harvest(len(self.groups))
+            self._clipper.start_step()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args):
@@ -316,7 +317,7 @@ class PrivacyEngine:
                 "optimizer.step was called with a closure, which computes gradients anew after the noise was added: "
                 "they would be used without noise. Call backward() first and step() without arguments."
             )
-        if self._ticket is not None and not self._ticket.last:
+        if self._batch.ticket is not None and not self._batch.ticket.last:
             self._put_aside_part()
             return
         if self.plan.strategy.is_private:
@@ -324,15 +325,16 @@ class PrivacyEngine:
         else:
             self._average_parts()
             self.step += 1
-        self._drawn_since_release.clear()
-        self._ticket = None
+        self._batch.clear()
 
     def _put_aside_part(self) -> None:
         """A physical part of a batch: keep its sums, and leave the optimizer nothing to update with."""
-        assert self._ticket is not None
+        if self._clipper is not None:
+            self._clipper.check_untouched()
+        assert self._batch.ticket is not None
         # Without clipping, .grad is that of the user's loss: the mean of parts weighs each by its size.
         weighs = not self.plan.strategy.is_private and self.loss_reduction == "mean"
-        weight = float(self._ticket.size) if weighs else 1.0
+        weight = float(self._batch.ticket.size) if weighs else 1.0
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 grad = parameter.grad * weight if weight != 1.0 else parameter.grad
@@ -348,13 +350,13 @@ class PrivacyEngine:
     def _average_parts(self) -> None:
         if not self._parts:
             return
-        assert self._ticket is not None
+        assert self._batch.ticket is not None
         self._put_aside_part()
         self._take_up_parts()
         if self.loss_reduction == "mean":
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad /= self._ticket.drawn
+                    parameter.grad /= self._batch.ticket.drawn
 
     def _release(self) -> None:
         assert self._clipper is not None and self._ledger is not None
@@ -363,8 +365,9 @@ class PrivacyEngine:
                 f"the run declared {self.plan.steps} steps and has taken them: schedules and accounting end there. "
                 "Declare more steps from the start."
             )
-        sampler = self._check_batch(self._clipper.harvest)
-        self._check_budget(sampler)
+        self._clipper.check_untouched()
+        sampler = self._batch.check(self._clipper.harvest)
+        self._budget.check(self._ledger.header, self._ledger.releases, self.step, sampler)
         self._take_up_parts()
         release = release_gradients(
             step=self.step,
@@ -379,77 +382,15 @@ class PrivacyEngine:
             batch_size=float(self.sampling.batch_size),
         )
         if self._run_key.seeded:
-            release = replace(release, digest=self._checked_digest())
+            release = replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
         self._ledger.append(release)
         if self._clipper.harvest.not_finite is not None:
             self._report_not_finite(int(self._clipper.harvest.not_finite))
         self.step += 1
-        self._clipper.harvest = Harvest(len(self.groups))
+        self._clipper.start_step()
         self._clipper.whitening = self.rule.whitening
         if self.step < self.plan.steps:
             self._clipper.bounds = self.rule.bounds(self.step)
-
-    def _salt(self) -> str:
-        """A fingerprint of what makes this run another than one with the same seed: settings, weights, optimizer."""
-        settings = [
-            self.plan.strategy.name,
-            self.plan.to_plan(),
-            self.plan.steps,
-            [(g.name, g.parameters) for g in self.groups],
-            [self.sampling.name, self.sampling.population, self.sampling.batch_size],
-            self.options,
-            self.loss_reduction,
-            type(self.optimizer).__name__,
-            [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
-            _fingerprint(self.parameters.values()),
-        ]
-        return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()
-
-    def _note_earlier_releases(self) -> None:
-        """What a redone step has to repeat: the digests of the seeded releases in the ledger."""
-        self._earlier = {r.step: r.digest for r in self._open().releases if r.digest is not None}
-
-    def _checked_digest(self) -> str:
-        """The digest of this step's noised gradients; refused if the step was released before and is another now.
-
-        The same noise on two different gradients cancels in their difference. The same release twice tells
-        nothing new.
-        """
-        digest = _fingerprint(p.grad for p in self.parameters.values() if p.grad is not None)
-        if self._earlier.get(self.step, digest) != digest:
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            raise PrivacyViolation(
-                f"step {self.step} was released before, by an earlier process of this seeded run or before going back "
-                "to a checkpoint, and does not repeat itself bit for bit (other weights, data, device or versions). "
-                "Its noise would be used twice and cancel in the difference, so the release was withheld. Go on with "
-                "new noise: gradveil train --resume RUN --new-noise, or PrivacyEngine(resume=True) without the seed."
-            )
-        return digest
-
-    def _check_batch(self, harvest: Harvest) -> str:
-        """The sampler to record: gradveil's, or "unknown" where the batch did not come from the loader."""
-        if len(self._drawn_since_release) > 1:
-            raise PrivacyViolation(
-                f"{len(self._drawn_since_release)} batches were drawn since the last optimizer.step(). Each step is "
-                "accounted for one batch: an example that is in two of them would count twice, and skipping batches "
-                "by their content (an empty one, say) is not accounted for at all. Call step() after every batch, "
-                "also an empty one; for batches larger than memory use physical_batch_size."
-            )
-        if self._ticket is None:
-            warnings.warn(
-                "this step's batch did not come from the loader that make_private returned, so nothing is known of "
-                "how it was sampled: the run's proved epsilon is infinite from here on.",
-                stacklevel=4,
-            )
-            return "unknown"
-        if harvest.examples > self._ticket.drawn:
-            raise PrivacyViolation(
-                f"{harvest.examples} examples went through backward() in this step, but the batch has "
-                f"{self._ticket.drawn}: an example that contributes more than once is not bounded by its clip. Call "
-                "the model and backward() once per batch."
-            )
-        return self.sampling.name
 
     def _report_not_finite(self, count: int) -> None:
         if count:
@@ -460,42 +401,6 @@ class PrivacyEngine:
                     stacklevel=5,
                 )
             self.not_finite_examples += count
-
-    def _check_budget(self, sampler: str) -> None:
-        if self.budget is None:
-            return
-        assert self._ledger is not None
-        if sampler == "unknown":
-            raise BudgetExhausted(
-                f"step {self.step} was fed a batch of unknown sampling, which no finite budget covers. Use the loader "
-                "that make_private returned."
-            )
-        if self._affordable is None:
-            done = tuple(self._ledger.releases)
-            self._affordable = len(done) + self._affordable_steps(self._ledger.header, done)
-        if len(self._ledger.releases) >= self._affordable:
-            raise BudgetExhausted(
-                f"step {self.step} of {self.plan.steps} would spend more than the budget of epsilon = {self.budget:g} "
-                f"at delta = {self.delta:g}; {len(self._ledger.releases)} releases are within it. The step was not "
-                "taken. Raise the budget or sigma, or declare fewer steps."
-            )
-
-    def _affordable_steps(self, header: RunHeader, done: tuple[Release, ...]) -> int:
-        """How many more steps the budget allows, if they are released as planned."""
-        from gradveil.accounting import affordable_steps
-
-        assert self.budget is not None
-        planned = [self._planned_multiplier(t) for t in range(self.step, self.plan.steps)]
-        return affordable_steps(header, done, planned, budget=self.budget)
-
-    def _planned_multiplier(self, step: int) -> float:
-        """The noise multiplier that ``step`` will have; public before the run for every proved strategy."""
-        ratio = self.plan.varsigma / self.plan.clip(step) if self.plan.fixed_variance else self.plan.sigma(step)
-        return 1.0 / math.sqrt(len(self.groups) / ratio**2 + self._side_inverse_square())
-
-    def _side_inverse_square(self) -> float:
-        """What the side releases of a step add to 1/z^2."""
-        return self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
 
     # ---- what is known of the run
 
@@ -558,13 +463,13 @@ class PrivacyEngine:
         if not self._run_key.seeded:
             # Steps already released may come again: with a new key, noise and samples are independent of theirs.
             self._run_key = SecretKey()
-        self._note_earlier_releases()
+        self._repeat = RepeatGuard(self._open().releases)
+        self._budget.reconsider()
         if self._clipper is not None:
             self.rule.load_state_dict(state["rule"])
             self._clipper.whitening = self.rule.whitening
             if self.step < self.plan.steps:
                 self._clipper.bounds = self.rule.bounds(self.step)
-        self._affordable = None
 
     def close(self, reason: str = "finished") -> None:
         """Note the end of the run in the ledger, and detach."""
@@ -580,22 +485,6 @@ class PrivacyEngine:
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
-
-
-def _fingerprint(tensors: Iterable[Tensor]) -> str:
-    """A hash of the bits of some tensors: equal for equal tensors, on any device, with one transfer."""
-    sums = []
-    for tensor in tensors:
-        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
-        odd = (
-            torch.arange(bits.numel(), device=bits.device, dtype=torch.int64) * 0x5851F42D4C957F2D + 0x14057B7EF767814F
-        )
-        sums.append((bits * odd).sum())
-    together = torch.stack(sums).tolist() if sums else []
-    return hashlib.sha256(json.dumps(together).encode()).hexdigest()[:32]
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _commit(ledger: weakref.ref[Ledger]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Index = NDArray[np.int64]
 
 EXACT_LIMIT = 64  # up to so many distinct multipliers, none is rounded
 CELL_WIDTH = 0.004  # ratio between neighbouring grid lines; costs about .2 % of epsilon
@@ -40,19 +41,30 @@ def cells(
     >>> [(round(z, 9), count) for z, count in cells([6.0, 5.999, 4.0], exact_limit=2)]
     [(5.999, 2), (4.0, 1)]
     """
+    levels, index = cell_index(multipliers, exact_limit=exact_limit, cell_limit=cell_limit)
+    counts = np.bincount(index, minlength=levels.size)
+    return tuple((float(z), int(count)) for z, count in zip(levels, counts, strict=True))
+
+
+def cell_index(
+    multipliers: Sequence[float], *, exact_limit: int = EXACT_LIMIT, cell_limit: int = CELL_LIMIT
+) -> tuple[Array, Index]:
+    """The smallest multiplier of each cell, in the order in which cells first appear, and each step's cell."""
     if len(multipliers) == 0:
-        return ()
+        return np.zeros(0), np.zeros(0, dtype=np.int64)
     values = _floor(np.asarray(multipliers, dtype=float))
     distinct = np.unique(values)
     if distinct.size <= exact_limit:
         keys = np.searchsorted(distinct, values)
     else:
-        width = CELL_WIDTH
-        keys = np.floor(np.log(values) / width).astype(np.int64)
+        keys = np.floor(np.log(values) / CELL_WIDTH).astype(np.int64)
         while np.unique(keys).size > cell_limit:
-            width *= 2.0
             keys = np.floor_divide(keys, 2)
-    _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(order.size, dtype=np.int64)
+    rank[order] = np.arange(order.size)
+    index = rank[inverse]
     smallest = np.full(first.size, math.inf)
-    np.minimum.at(smallest, inverse, values)
-    return tuple((float(smallest[i]), int(counts[i])) for i in np.argsort(first, kind="stable"))
+    np.minimum.at(smallest, index, values)
+    return smallest, index

@@ -85,7 +85,8 @@ def _check_scale(header: RunHeader, release: Release) -> None:
         )
 
 
-def _checked_multiplier(z: float, step: int) -> float:
+def checked_multiplier(z: float, step: int) -> float:
+    """``z`` as it is charged; raises ``Unbounded`` where it protects nothing."""
     if not z >= SMALLEST_MULTIPLIER:
         raise Unbounded(
             f"step {step} released something without noise, or with so little that no epsilon is worth stating "
@@ -99,7 +100,7 @@ def release_charges(header: RunHeader, releases: Iterable[Release]) -> list[Char
     charges: list[Charge] = []
     for release in releases:
         _check_scale(header, release)
-        z = _checked_multiplier(release.multiplier, release.step)
+        z = checked_multiplier(release.multiplier, release.step)
         if not any(release.clip) and not any(side.sensitivity for side in release.side):
             continue  # nothing that depends on the data was released
         if release.sampler in ("poisson", *FIXED_SIZE):
@@ -135,7 +136,7 @@ def _missing_multiplier(header: RunHeader, step: int, side: float, sigma: float,
     z = 1.0 / math.sqrt(inverse_square + side)
     if not (z > 0 and math.isfinite(z)):
         raise ValueError(f"its noise multiplier at step {step} is {z!r}")
-    return _checked_multiplier(z, step)
+    return checked_multiplier(z, step)
 
 
 def declared_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:

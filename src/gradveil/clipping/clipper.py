@@ -21,15 +21,12 @@ clipped when the backward pass ends.
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
@@ -37,6 +34,7 @@ from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.support import check_module
+from gradveil.clipping.taps import Followed, FunctionTap, LayerTap, ModelHook, OutputTap
 from gradveil.clipping.units import Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
@@ -115,6 +113,7 @@ class Clipper:
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._returned: dict[nn.Parameter, Tensor] = {}
+        self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
         self._quiet = False
         self._watch = OutputWatch()
         self._attach()
@@ -123,13 +122,13 @@ class Clipper:
 
     def _attach(self) -> None:
         self._handles += [
-            self.module.register_forward_pre_hook(_ModelHook(self._begin), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(_ModelHook(self._end), with_kwargs=True, always_call=True),
+            self.module.register_forward_pre_hook(ModelHook(self._begin), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(ModelHook(self._end), with_kwargs=True, always_call=True),
         ]
         for unit in self.units:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
-            unit.module.forward = _Followed(self, unit, own)
+            unit.module.forward = Followed(self, unit, own)
             for name, parameter in zip(unit.names, unit.parameters, strict=True):
                 self._handles.append(parameter.register_hook(self._only_ours(name, parameter)))
 
@@ -200,7 +199,7 @@ class Clipper:
         return self._watch.wrap(output, current.batch)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
-        return _OutputTap.apply(t, self, current, scale) if isinstance(t, Tensor) and t.requires_grad else t
+        return OutputTap.apply(t, self, current, scale) if isinstance(t, Tensor) and t.requires_grad else t
 
     def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
         """On the first batch: are examples apart, and which inputs of which units follow the batch?
@@ -236,13 +235,11 @@ class Clipper:
             run = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
             inputs = [run.leaves[i] for i in run.differentiable]
             with self.quietly():
-                outputs = _FunctionTap.apply(self, call, run, *unit.parameters, *inputs)
+                outputs = FunctionTap.apply(self, call, run, *unit.parameters, *inputs)
             return plan.assemble(outputs)
         x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.batch)
         module: Any = unit.module
-        return _LayerTap.apply(
-            self, call, unit.rule, unit.rule.prepare(x), module.weight, getattr(module, "bias", None)
-        )
+        return LayerTap.apply(self, call, unit.rule, unit.rule.prepare(x), module.weight, getattr(module, "bias", None))
 
     def _note_sizes(self, unit: Unit, args: Any, kwargs: Any) -> None:
         assert self._probe is not None
@@ -316,11 +313,31 @@ class Clipper:
                     for parameter, total in zip(unit.parameters, sums, strict=True):
                         total = total.to(parameter.dtype)
                         parameter.grad = total if parameter.grad is None else parameter.grad + total
+        for unit in self.units:
+            for parameter in unit.parameters:
+                if parameter.grad is not None:
+                    self._stamps[parameter] = _stamp(parameter.grad)
         if current.not_finite is not None:
             count = current.not_finite.sum()
             current.not_finite = None
             before = self.harvest.not_finite
             self.harvest.not_finite = count if before is None else before + count
+
+    def start_step(self) -> None:
+        """A new step: nothing is gathered yet."""
+        self.harvest = Harvest(len(self.groups))
+        self._stamps.clear()
+
+    def check_untouched(self) -> None:
+        """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
+        for unit in self.units:
+            for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                if parameter.grad is not None and self._stamps.get(parameter) != _stamp(parameter.grad):
+                    raise PrivacyViolation(
+                        f"the gradient of {name!r} was changed between backward() and step(), or set by hand: the sum "
+                        "of clipped gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and "
+                        "the like (every example is clipped already); change gradients after the noise."
+                    )
 
     def _whitened(self, unit: Unit, use: Use) -> Use:
         if self.whitening is None:
@@ -391,107 +408,6 @@ def _all_kept(keeps: list[Tensor]) -> Tensor | None:
     return None if keep.device.type == "cpu" and bool(keep.all()) else keep
 
 
-class _OutputTap(torch.autograd.Function):
-    """The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, clipper: Clipper, current: Pass, scale: float) -> Tensor:
-        ctx.clipper, ctx.current, ctx.scale = clipper, current, scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.clipper.start_backward(ctx.current)
-        return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
-
-
-class _LayerTap(torch.autograd.Function):
-    """A layer with a rule."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, clipper: Clipper, call: Call, rule: LayerRule, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.clipper, ctx.call, ctx.rule = clipper, call, rule
-        out, kept = rule.forward(x, weight, bias)
-        ctx.save_for_backward(x, weight, *kept)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *kept = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
-        sums = ctx.clipper.collect(ctx.call, use)
-        return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
-
-
-class _FunctionTap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, clipper: Clipper, call: Call, run: FunctionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.clipper, ctx.call, ctx.run = clipper, call, run
-        ctx.parameters = list(tensors[: len(call.unit.parameters)])
-        return tuple(o.view_as(o) for o in run.forward(ctx.parameters))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        clipper: Clipper = ctx.clipper
-        with clipper.quietly():
-            to_inputs, use = ctx.run.backward(ctx.parameters, grads)
-        return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of the followed layers: they run as they are, between compiled parts.
-
-    Only where the compiler is loaded: loading it takes seconds, and a model is compiled after that anyway.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return function
-    disabled: Callable[..., Any] = torch.compiler.disable(function)
-    return disabled
-
-
-class _Followed:
-    """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
-
-    def __init__(self, clipper: Clipper, unit: Unit, own: Any) -> None:
-        self.clipper, self.unit, self.output_plan = clipper, unit, OutputPlan()
-        self.plain = own if own is not None else types.MethodType(type(unit.module).forward, unit.module)
-        self.run = _uncompiled(self._run)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _plain_forward, (self.unit.module,)
-
-
-def _plain_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
-class _ModelHook:
-    """A hook on the model that copies and pickles do not carry along."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = _uncompiled(hook)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.hook(*args)
-
-    def __reduce__(self) -> Any:
-        return _inert_hook, ()
-
-
-def _inert_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*args: Any) -> None:
-    return None
+def _stamp(grad: Tensor) -> tuple[int, int]:
+    """Changes whenever the tensor is replaced or written to."""
+    return grad.data_ptr(), grad._version

@@ -1,0 +1,125 @@
+"""The autograd functions a followed model goes through, and what stands in for its modules' forwards."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gradveil.clipping.function import FunctionCall, OutputPlan
+from gradveil.clipping.rules import LayerRule
+from gradveil.clipping.units import Unit
+
+if TYPE_CHECKING:
+    from gradveil.clipping.clipper import Call, Clipper, Pass
+
+
+class OutputTap(torch.autograd.Function):
+    """The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clipper: Clipper, current: Pass, scale: float) -> Tensor:
+        ctx.clipper, ctx.current, ctx.scale = clipper, current, scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.clipper.start_backward(ctx.current)
+        return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
+
+
+class LayerTap(torch.autograd.Function):
+    """A layer with a rule."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, clipper: Clipper, call: Call, rule: LayerRule, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.clipper, ctx.call, ctx.rule = clipper, call, rule
+        out, kept = rule.forward(x, weight, bias)
+        ctx.save_for_backward(x, weight, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:]
+        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
+        sums = ctx.clipper.collect(ctx.call, use)
+        return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
+
+
+class FunctionTap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, clipper: Clipper, call: Call, run: FunctionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.clipper, ctx.call, ctx.run = clipper, call, run
+        ctx.parameters = list(tensors[: len(call.unit.parameters)])
+        return tuple(o.view_as(o) for o in run.forward(ctx.parameters))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        clipper: Clipper = ctx.clipper
+        with clipper.quietly():
+            to_inputs, use = ctx.run.backward(ctx.parameters, grads)
+        return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of the followed layers: they run as they are, between compiled parts.
+
+    Only where the compiler is loaded: loading it takes seconds, and a model is compiled after that anyway.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
+class Followed:
+    """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
+
+    def __init__(self, clipper: Clipper, unit: Unit, own: Any) -> None:
+        self.clipper, self.unit, self.output_plan = clipper, unit, OutputPlan()
+        self.plain = own if own is not None else types.MethodType(type(unit.module).forward, unit.module)
+        self.run = _uncompiled(self._run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _plain_forward, (self.unit.module,)
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+class ModelHook:
+    """A hook on the model that copies and pickles do not carry along."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = _uncompiled(hook)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(*args)
+
+    def __reduce__(self) -> Any:
+        return _inert_hook, ()
+
+
+def _inert_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    return None

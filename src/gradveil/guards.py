@@ -1,0 +1,163 @@
+"""What is checked before a release leaves the engine. Each guard watches one way in which a bound could break.
+
+BatchGuard    each step has one drawn batch, and each of its examples went through backward() once
+RepeatGuard   noise is never used twice on different gradients
+BudgetGuard   the step that would overspend is refused before it is taken
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.clipping import Harvest
+from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
+from gradveil.records import Release, RunHeader
+from gradveil.sampling import Ticket
+from gradveil.strategies import Parameters
+
+
+class BatchGuard:
+    """Knows which batch the loader has handed out, and whether a step uses it as it is accounted for."""
+
+    def __init__(self, sampler: str) -> None:
+        self.sampler = sampler
+        self.ticket: Ticket | None = None
+        self._drawn: set[int] = set()
+
+    def hand_out(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._drawn.add(ticket.step)
+
+    def clear(self) -> None:
+        self.ticket = None
+        self._drawn.clear()
+
+    def check(self, harvest: Harvest) -> str:
+        """The sampler to record: gradveil's, or "unknown" where the batch did not come from the loader."""
+        if len(self._drawn) > 1:
+            raise PrivacyViolation(
+                f"{len(self._drawn)} batches were drawn since the last optimizer.step(). Each step is accounted for "
+                "one batch: an example that is in two of them would count twice, and skipping batches by their content "
+                "(an empty one, say) is not accounted for at all. Call step() after every batch, also an empty one; "
+                "for batches larger than memory use physical_batch_size."
+            )
+        if self.ticket is None:
+            warnings.warn(
+                "this step's batch did not come from the loader that make_private returned, so nothing is known of "
+                "how it was sampled: the run's proved epsilon is infinite from here on.",
+                stacklevel=5,
+            )
+            return "unknown"
+        if harvest.examples > self.ticket.drawn:
+            raise PrivacyViolation(
+                f"{harvest.examples} examples went through backward() in this step, but the batch has "
+                f"{self.ticket.drawn}: an example that contributes more than once is not bounded by its clip. Call "
+                "the model and backward() once per batch."
+            )
+        return self.sampler
+
+
+class RepeatGuard:
+    """The same noise on two different gradients cancels in their difference; the same release twice tells nothing new.
+
+    A seeded run that goes back to a checkpoint, in this process or in a later one, must therefore repeat its
+    releases bit for bit. The ledger holds a digest of each.
+    """
+
+    def __init__(self, releases: Iterable[Release]) -> None:
+        self._earlier = {r.step: r.digest for r in releases if r.digest is not None}
+
+    def check(self, step: int, parameters: Iterable[nn.Parameter]) -> str:
+        """The digest of this step's noised gradients; refused if the step was released before and is another now."""
+        parameters = list(parameters)
+        digest = fingerprint(p.grad for p in parameters if p.grad is not None)
+        if self._earlier.get(step, digest) != digest:
+            for parameter in parameters:
+                parameter.grad = None
+            raise PrivacyViolation(
+                f"step {step} was released before, by an earlier process of this seeded run or before going back to a "
+                "checkpoint, and does not repeat itself bit for bit (other weights, data, device or versions). Its "
+                "noise would be used twice and cancel in the difference, so the release was withheld. Go on with new "
+                "noise: gradveil train --resume RUN --new-noise, or PrivacyEngine(resume=True) without the seed."
+            )
+        return digest
+
+
+class BudgetGuard:
+    """Holds a run to its budget. The plan of a proved strategy is public, so what is affordable is known in advance."""
+
+    def __init__(self, budget: float | None, plan: Parameters, groups: int, side_inverse_square: float) -> None:
+        self.budget, self.plan, self.groups, self.side = budget, plan, groups, side_inverse_square
+        self._affordable: int | None = None
+
+    def reconsider(self) -> None:
+        """The run has gone back to a checkpoint: count anew."""
+        self._affordable = None
+
+    def planned_multiplier(self, step: int) -> float:
+        """The noise multiplier that ``step`` will have, relative to the joint sensitivity of its release."""
+        ratio = self.plan.varsigma / self.plan.clip(step) if self.plan.fixed_variance else self.plan.sigma(step)
+        return 1.0 / math.sqrt(self.groups / ratio**2 + self.side)
+
+    def _further_steps(self, header: RunHeader, done: Sequence[Release], step: int) -> int:
+        from gradveil.accounting import affordable_steps
+
+        assert self.budget is not None
+        planned = [self.planned_multiplier(t) for t in range(step, self.plan.steps)]
+        return affordable_steps(header, tuple(done), planned, budget=self.budget)
+
+    def check_plan(self, header: RunHeader) -> None:
+        """A run that may stop on private data is charged for all its steps: refused at once if they cost too much."""
+        if self.budget is not None and header.stopping == "private" and not self._further_steps(header, (), 0):
+            raise ConfigError(
+                f"the run may stop early on private data, so all {header.steps} declared steps are charged, and they "
+                f"cost more than the budget of epsilon = {self.budget:g} at delta = {header.delta:g}. Declare fewer "
+                "steps, raise sigma or the budget, or declare the data it stops on public (stopping='public')."
+            )
+
+    def check(self, header: RunHeader, done: Sequence[Release], step: int, sampler: str) -> None:
+        """Refuse the step that would overspend."""
+        if self.budget is None:
+            return
+        if sampler == "unknown":
+            raise BudgetExhausted(
+                f"step {step} was fed a batch of unknown sampling, which no finite budget covers. Use the loader that "
+                "make_private returned."
+            )
+        if self._affordable is None:
+            self._affordable = len(done) + self._further_steps(header, done, step)
+        if len(done) >= self._affordable:
+            raise BudgetExhausted(
+                f"step {step} of {self.plan.steps} would spend more than the budget of epsilon = {self.budget:g} at "
+                f"delta = {header.delta:g}; {len(done)} releases are within it. The step was not taken. Raise the "
+                "budget or sigma, or declare fewer steps."
+            )
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A hash of the bits of some tensors: equal for equal tensors, on any device, with one transfer."""
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
+        places = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
+        sums.append((bits * (places * 0x5851F42D4C957F2D + 0x14057B7EF767814F)).sum())
+    together = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(json.dumps(together).encode()).hexdigest()[:32]
+
+
+def salt(settings: Mapping[str, Any], parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> str:
+    """What makes a run another than one with the same seed: its settings, its initial weights, its optimizer."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    found = [dict(settings), fingerprint(parameters), type(optimizer).__name__, groups]
+    return hashlib.sha256(json.dumps(found, default=str).encode()).hexdigest()
