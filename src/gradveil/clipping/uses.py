@@ -24,6 +24,8 @@ from torch import Tensor
 # Elements of per-example work held at a time: small enough for a CPU's cache, large enough for a GPU's width.
 _CPU_CHUNK_ELEMENTS = 1 << 19
 _CUDA_CHUNK_ELEMENTS = 1 << 28
+# Per-example gradients kept between norms and sums where groups span layers: CPU, CUDA.
+_CACHE_ELEMENTS = (1 << 27, 1 << 29)
 
 
 def wide(t: Tensor) -> Tensor:
@@ -55,12 +57,20 @@ class Use:
     examples: int
     elements_per_example: int = 1
     device: torch.device
+    _cached: list[list[Tensor]] | None = None  # per-example gradients, chunk by chunk
 
     def per_example(self, rows: slice) -> list[Tensor]:
         raise NotImplementedError
 
     def keep(self, keep: Tensor) -> None:
         """Forget the gradients of the examples where ``keep`` is False."""
+        if self._cached is None:
+            self._drop(keep)
+        else:
+            masks = [keep[rows] for rows in self.chunks()]
+            self._cached = [[keep_rows(g, m) for g in gs] for gs, m in zip(self._cached, masks, strict=True)]
+
+    def _drop(self, keep: Tensor) -> None:
         raise NotImplementedError
 
     def chunks(self) -> list[slice]:
@@ -69,11 +79,22 @@ class Use:
         return [slice(i, min(i + size, self.examples)) for i in range(0, self.examples, size)]
 
     def sq_norms(self) -> list[Tensor]:
-        parts = [[_row_sq_norms(g) for g in self.per_example(rows)] for rows in self.chunks()]
+        """Norms by way of the gradients; where they fit the cache they are kept for the sums that follow."""
+        parts, kept = [], []
+        for rows in self.chunks():
+            grads = self.per_example(rows)
+            parts.append([_row_sq_norms(g) for g in grads])
+            size = sum(g[0].numel() for g in grads)
+            if self.examples * size <= _CACHE_ELEMENTS[self.device.type == "cuda"]:
+                kept.append(grads)
+        self._cached = kept or None
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return _add_up(_weighted([w[rows] for w in weights], self.per_example(rows)) for rows in self.chunks())
+        cached = self._cached or (self.per_example(rows) for rows in self.chunks())
+        return _add_up(
+            _weighted([w[rows] for w in weights], grads) for rows, grads in zip(self.chunks(), cached, strict=True)
+        )
 
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         """A few examples at a time: gradients, norms, weights, sum. The gradients are computed once."""
@@ -117,7 +138,7 @@ class MaterialisedUse(Use):
     def per_example(self, rows: slice) -> list[Tensor]:
         return [g[rows] for g in self.grads]
 
-    def keep(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         self.grads = [keep_rows(g, keep) for g in self.grads]
 
 
@@ -134,11 +155,13 @@ class CombinedUse(Use):
         columns = zip(*(use.per_example(rows) for use in self.uses), strict=True)
         return [torch.stack(column).sum(0) for column in columns]
 
-    def keep(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         for use in self.uses:
             use.keep(keep)
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        if self._cached:
+            return super().weighted_sums(weights)
         columns = zip(*(use.weighted_sums(weights) for use in self.uses), strict=True)
         return [torch.stack(column).sum(0) for column in columns]
 
@@ -159,7 +182,7 @@ class WhitenedUse(Use):
         grads = [(g - m) / b for g, m, b in zip(self.use.per_example(rows), self.centres, self.scales, strict=True)]
         return grads if self.kept is None else [keep_rows(g, self.kept[rows]) for g in grads]
 
-    def keep(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         self.kept = keep
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:

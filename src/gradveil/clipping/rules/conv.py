@@ -55,7 +55,7 @@ class ConvUse(Use):
         taps, pixels = math.prod(kernel), math.prod(map_.shape[2:])
         self.elements_per_example = field.shape[1] * taps * max(pixels, map_.shape[1] // groups)
 
-    def keep(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         self.field, self.map = keep_rows(self.field, keep), keep_rows(self.map, keep)
         self.g = self.field if self.transposed else self.map
 
@@ -87,7 +87,7 @@ class ConvUse(Use):
         return view.reshape(b, self.groups, c // self.groups * math.prod(self.kernel), math.prod(pixels))
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        if any(w is not weights[0] for w in weights[1:]) or not self.one_contraction:
+        if self._cached or any(w is not weights[0] for w in weights[1:]) or not self.one_contraction:
             return super().weighted_sums(weights)
         w = weights[0].to(self.map.dtype).view(-1, *[1] * (self.map.dim() - 1))
         found = []

@@ -24,7 +24,7 @@ class EmbeddingUse(Use):
         self.x, self.g, self.shape = x_BT, wide(g_BTD), shape
         self.elements_per_example = shape[0] * shape[1]
 
-    def keep(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         self.g = keep_rows(self.g, keep)
 
     def per_example(self, rows: slice) -> list[Tensor]:

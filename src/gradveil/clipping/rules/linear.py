@@ -40,7 +40,7 @@ class LinearUse(Use):
         else:
             self.formula = "direct"
 
-    def keep(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         zero = self.g_BTO.new_zeros(())
         self.x_BTD = torch.where(keep.view(-1, 1, 1), self.x_BTD, zero)
         self.g_BTO = torch.where(keep.view(-1, 1, 1), self.g_BTO, zero)
