@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from gradveil import data, models
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon
+from gradveil.clipping import native
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
@@ -405,6 +406,7 @@ def _environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
         "dp_accounting": getattr(dp_accounting, "__version__", "unknown"),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
+        "clipping": "PyTorch on CUDA" if cuda else native.status(),
         "command": without_seed(command or sys.argv),
     }
 

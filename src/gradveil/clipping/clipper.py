@@ -280,7 +280,9 @@ class Clipper:
             )
         if unit.whole_groups and current.uses(unit) == 1:
             current.clipped.add(unit)
-            sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
+            sums = self._native_sums(unit, use, current)
+            if sums is None:
+                sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
             sums = [s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
             self._returned.update(zip(unit.parameters, sums, strict=True))
             return list(sums)
@@ -382,21 +384,39 @@ class Clipper:
 
         return weigh
 
+    def _native_sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
+        """By a compiled kernel, where one fits: one group, nothing whitened, real examples."""
+        if self.whitening is not None or current.empty or len(set(unit.group_of)) != 1:
+            return None
+        found = use.native_clipped_sums(self._inside(unit.group_of[0], torch.float32))
+        if found is None:
+            return None
+        sums, squares = found
+        self._note(unit.group_of[0], squares.sqrt(), torch.float32, current, slice(None))
+        return sums
+
+    def _inside(self, group: int, dtype: torch.dtype) -> float:
+        """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""
+        return self.bounds[group] * (1.0 - 16.0 * torch.finfo(dtype).eps)
+
     def _weigh_group(self, group: int, squares: Tensor, current: Pass, rows: slice) -> tuple[Tensor, Tensor]:
-        """min(1, C / norm) per example, rounded so that the clipped norm stays within C; 0 where not finite."""
-        bound = self.bounds[group]
+        """min(1, C / norm) per example, and which are finite; 0 where not, and for the stand-in of an empty batch."""
         norms = squares.clamp(min=0).sqrt()
+        weights, finite = self._note(group, norms, norms.dtype, current, rows)
+        return torch.zeros_like(weights) if current.empty else weights, finite
+
+    def _note(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice) -> tuple[Tensor, Tensor]:
+        """Weights of the examples, noted in the harvest."""
+        inside = self._inside(group, dtype)
         finite = torch.isfinite(norms)
-        # The norm carries a rounding error of a few units in the last place; the margin keeps it below the bound.
-        inside = bound * (1.0 - 16.0 * torch.finfo(norms.dtype).eps)
         weights = torch.where(norms > inside, inside / norms, torch.ones_like(norms))
         weights = torch.where(finite, weights, torch.zeros_like(norms))
-        if current.empty:
-            return torch.zeros_like(weights), finite
-        self.harvest.note(group, norms, torch.where(finite, norms * weights, torch.zeros_like(norms)), bound)
-        if current.not_finite is None:
-            current.not_finite = torch.zeros(current.batch, dtype=torch.bool, device=norms.device)
-        current.not_finite[rows] |= ~finite.to(current.not_finite.device)
+        if not current.empty:
+            clipped = torch.where(finite, norms * weights, torch.zeros_like(norms))
+            self.harvest.note(group, norms, clipped, self.bounds[group])
+            if current.not_finite is None:
+                current.not_finite = torch.zeros(current.batch, dtype=torch.bool, device=norms.device)
+            current.not_finite[rows] |= ~finite.to(current.not_finite.device)
         return weights, finite
 
 

@@ -96,6 +96,10 @@ class Use:
             _weighted([w[rows] for w in weights], grads) for rows, grads in zip(self.chunks(), cached, strict=True)
         )
 
+    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
+        """Sums clipped to ``bound`` over all parameters together, and squared norms, by a kernel; None: no kernel."""
+        return None
+
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         """A few examples at a time: gradients, norms, weights, sum. The gradients are computed once."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.clipping import native
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.uses import Use, keep_rows, wide_pair
 
@@ -68,6 +69,25 @@ class ConvUse(Use):
             product = map_.reshape(b * self.groups, channels // self.groups, -1) @ patches.flatten(0, 1).mT
             found.append(product.reshape(b, channels, -1, *self.kernel))
         return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
+
+    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
+        kernels = native.kernels() if native.usable(self.field, self.map) else None
+        if kernels is None or self.transposed or not self.weight or len(self.kernel) > 2:
+            return None
+        lift = len(self.kernel) == 1  # one dimension is two, the first of them of size one
+        weight, bias, squares = kernels.conv2d_clip(
+            self.field.unsqueeze(2) if lift else self.field,
+            self.map.unsqueeze(2) if lift else self.map,
+            kernel=(1, *self.kernel) if lift else self.kernel,
+            stride=(1, *self.stride) if lift else self.stride,
+            padding=(0, *self.padding) if lift else self.padding,
+            dilation=(1, *self.dilation) if lift else self.dilation,
+            groups=self.groups,
+            bias=self.bias,
+            bound=bound,
+        )
+        found = [weight.reshape(self.map.shape[1], -1, *self.kernel)]
+        return found + ([bias] if self.bias else []), squares
 
     def _patches(self, x: Tensor, pixels: tuple[int, ...]) -> Tensor:
         """Patches from a strided view: one copy, and no kernel launch per example (as F.unfold has on CUDA)."""

@@ -1,0 +1,124 @@
+"""The C++ kernel equals the PyTorch path up to rounding, keeps the bound, and steps aside where it cannot be built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from gradveil.clipping import Clipper, make_groups, native
+
+needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
+
+
+def clipped(model, x, y, bound, kernel, monkeypatch):
+    with monkeypatch.context() as patch:
+        if not kernel:
+            patch.setattr(native, "kernels", lambda: None)
+        groups = make_groups(model, "per-layer")
+        clipper = Clipper(model, groups, bounds=[bound] * len(groups), loss_reduction="sum")
+        model.zero_grad()
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        norms = [clipper.harvest.largest(g) for g in range(len(groups))]
+        counts = [clipper.harvest.count_within(g) for g in range(len(groups))]
+        lost = int(clipper.harvest.not_finite)
+        clipper.detach()
+    return [p.grad.clone() for p in model.parameters()], norms, counts, lost
+
+
+@needs_kernel
+@given(st.data())
+def test_the_kernel_equals_the_pytorch_path(data):
+    draw = data.draw
+    groups = draw(st.integers(1, 3))
+    channels, outputs = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 20))
+    kernel, stride = (
+        (draw(st.integers(1, 4)), draw(st.integers(1, 5))),
+        (draw(st.integers(1, 3)), draw(st.integers(1, 2))),
+    )
+    padding, dilation = (
+        (draw(st.integers(0, 2)), draw(st.integers(0, 2))),
+        (draw(st.integers(1, 2)), draw(st.integers(1, 3))),
+    )
+    size, n = (draw(st.integers(1, 12)), draw(st.integers(1, 12))), draw(st.integers(1, 5))
+    layer = nn.Conv2d(channels, outputs, kernel, stride, padding, dilation, groups, bias=draw(st.booleans()))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    x = torch.randn(n, channels, *size)
+    try:
+        features = layer(x[:1]).flatten(1).shape[1]
+    except RuntimeError:
+        assume(False)  # a kernel larger than the image
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(features, 3))
+    y, bound = torch.randint(0, 3, (n,)), draw(st.floats(1e-3, 10.0))
+    patch = pytest.MonkeyPatch()
+    with_kernel = clipped(model, x, y, bound, True, patch)
+    without = clipped(model, x, y, bound, False, patch)
+    for a, b in zip(with_kernel[0], without[0], strict=True):
+        assert float((a - b).abs().max()) <= 1e-5 * n * bound + 1e-6
+    assert with_kernel[1] == pytest.approx(without[1], rel=1e-5)
+    assert max(with_kernel[1]) <= bound
+    assert with_kernel[3] == without[3] == 0
+
+
+@needs_kernel
+def test_one_dimension_goes_through_the_kernel_too(monkeypatch):
+    called = []
+    real = native.Kernels.conv2d_clip
+    monkeypatch.setattr(native.Kernels, "conv2d_clip", lambda self, *a, **k: (called.append(1), real(self, *a, **k))[1])
+    model = nn.Sequential(nn.Conv1d(2, 4, 3, dilation=2, groups=2), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randn(6, 2, 8), torch.randint(0, 3, (6,))
+    a = clipped(model, x, y, 0.1, True, monkeypatch)
+    assert called
+    b = clipped(model, x, y, 0.1, False, monkeypatch)
+    assert all(torch.allclose(s, t, atol=1e-6) for s, t in zip(a[0], b[0], strict=True))
+    assert a[2:] == b[2:]
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_kernel_drops_what_is_not_finite(bad, monkeypatch):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 3))
+    x, y = torch.randn(5, 1, 5, 5), torch.randint(0, 3, (5,))
+    x[3, 0, 2, 2] = bad
+    grads, _, _, lost = clipped(model, x, y, 0.1, True, monkeypatch)
+    assert lost == 1
+    rest = clipped(model, x[[0, 1, 2, 4]], y[[0, 1, 2, 4]], 0.1, True, monkeypatch)[0]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads, rest, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"GRADVEIL_NATIVE": "0"}, "PyTorch (GRADVEIL_NATIVE=0)"),
+        ({"CXX": "no-such-compiler"}, "PyTorch (no C++ compiler found)"),
+        ({"CXX": "false"}, "PyTorch (the C++ kernel could not be built"),
+    ],
+)
+def test_without_the_kernel_the_pytorch_path_is_used_and_said_to_be(settings, words, tmp_path, monkeypatch):
+    for name, value in ({"XDG_CACHE_HOME": str(tmp_path)} | settings).items():
+        monkeypatch.setenv(name, value)
+    native._load.cache_clear()
+    try:
+        assert native.kernels() is None
+        assert words in native.status()
+    finally:
+        monkeypatch.undo()
+        native._load.cache_clear()
+
+
+@needs_kernel
+def test_the_kernel_is_compiled_once_and_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = "from gradveil.clipping import native; print(native.status())"
+    first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    made = {p: p.stat().st_mtime_ns for p in (tmp_path / "gradveil").iterdir()}
+    assert "native C++" in first
+    assert len(made) == 1
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == first
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "gradveil").iterdir()} == made
