@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gradveil.accounting import Statement
 
 LOSS_REDUCTIONS = ("mean", "sum")
+_LOOK_EVERY = 100  # steps between looks at counters on a GPU
 STOPPINGS = ("none", "public", "private")
 
 M = TypeVar("M", bound=nn.Module)
@@ -149,7 +150,8 @@ class PrivacyEngine:
         self._clipper: Clipper | None = None
         self._ledger: Ledger | None = None
         self._parts: dict[nn.Parameter, Tensor] = {}
-        self.not_finite_examples = 0
+        self._not_finite = 0
+        self._lost: Tensor | None = None  # not yet read from the device
         if self.run_dir is not None and not resume and (self.run_dir / ledgers.FILE_NAME).exists():
             raise RunDirectoryError(
                 f"{self.run_dir} holds a ledger already: a run directory belongs to one run, and a ledger is never "
@@ -384,23 +386,36 @@ class PrivacyEngine:
         if self._run_key.seeded:
             release = replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
         self._ledger.append(release)
-        if self._clipper.harvest.not_finite is not None:
-            self._report_not_finite(int(self._clipper.harvest.not_finite))
+        self._count_not_finite(self._clipper.harvest.not_finite)
         self.step += 1
         self._clipper.start_step()
         self._clipper.whitening = self.rule.whitening
         if self.step < self.plan.steps:
             self._clipper.bounds = self.rule.bounds(self.step)
 
-    def _report_not_finite(self, count: int) -> None:
-        if count:
-            if not self.not_finite_examples:
-                warnings.warn(
-                    f"{count} example(s) of step {self.step} had a gradient that is not finite; they count as zero. "
-                    "engine.not_finite_examples keeps the count.",
-                    stacklevel=5,
-                )
-            self.not_finite_examples += count
+    def _count_not_finite(self, lost: Tensor | None) -> None:
+        if lost is None:
+            return
+        self._lost = lost if self._lost is None else self._lost + lost
+        if lost.device.type == "cpu" or self.step % _LOOK_EVERY == 0:  # reading from a GPU waits for it
+            self._read_not_finite()
+
+    def _read_not_finite(self) -> None:
+        lost, self._lost = self._lost, None
+        count = 0 if lost is None else int(lost)
+        if count and not self._not_finite:
+            warnings.warn(
+                f"{count} example(s) of step {self.step} had a gradient that is not finite; they count as zero. "
+                "engine.not_finite_examples keeps the count.",
+                stacklevel=6,
+            )
+        self._not_finite += count
+
+    @property
+    def not_finite_examples(self) -> int:
+        """How many examples had a gradient that is not finite and counted as zero, over all steps."""
+        self._read_not_finite()
+        return self._not_finite
 
     # ---- what is known of the run
 

@@ -52,7 +52,7 @@ class Pass:
         self.recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
         self.clipped: set[Unit] = set()
         self.kept: list[tuple[Unit, Use]] = []
-        self.not_finite: Tensor | None = None
+        self.dropped: list[tuple[slice, Tensor]] = []  # rows, and which of them a unit kept
         self.differentiated = False
 
     def uses(self, unit: Unit) -> int:
@@ -70,29 +70,31 @@ class Call:
 
 
 class Harvest:
-    """What the passes since the last release add up to, beside the gradients themselves."""
+    """What the passes since the last release add up to, beside the gradients themselves.
+
+    Norms are kept as they come and looked at only when asked for: most strategies never ask, and on a GPU
+    every look is a launch.
+    """
 
     def __init__(self, groups: int) -> None:
         self.examples = 0
         self.passes = 0
-        self.max_norm: list[Tensor | None] = [None] * groups  # largest norm after clipping
-        self.within: list[Tensor | None] = [None] * groups  # examples whose norm before clipping was within the bound
-        self.not_finite: Tensor | None = None
+        self.not_finite: Tensor | None = None  # examples that were dropped in some group
+        self._noted: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(groups)]
 
-    def note(self, group: int, norms: Tensor, clipped: Tensor, bound: float) -> None:
-        largest = clipped.max() if len(clipped) else clipped.new_zeros(())
-        within = (norms <= bound).sum()
-        before, count = self.max_norm[group], self.within[group]
-        self.max_norm[group] = largest if before is None else torch.maximum(before, largest)
-        self.within[group] = within if count is None else count + within
+    def note(self, group: int, norms: Tensor, weights: Tensor, bound: float) -> None:
+        """Norms before clipping, and the weights that clip them to ``bound``."""
+        self._noted[group].append((norms, weights, bound))
 
     def largest(self, group: int) -> float:
-        value = self.max_norm[group]
-        return 0.0 if value is None else float(value)
+        """The largest norm after clipping."""
+        found = [(norms * weights).nan_to_num(0.0).max() for norms, weights, _ in self._noted[group] if len(norms)]
+        return float(torch.stack(found).max()) if found else 0.0
 
     def count_within(self, group: int) -> int:
-        value = self.within[group]
-        return 0 if value is None else int(value)
+        """How many examples had a norm within the bound before clipping."""
+        found = [(norms <= bound).sum() for norms, _, bound in self._noted[group]]
+        return int(torch.stack(found).sum()) if found else 0
 
 
 class Clipper:
@@ -319,11 +321,13 @@ class Clipper:
             for parameter in unit.parameters:
                 if parameter.grad is not None:
                     self._stamps[parameter] = _stamp(parameter.grad)
-        if current.not_finite is not None:
-            count = current.not_finite.sum()
-            current.not_finite = None
-            before = self.harvest.not_finite
-            self.harvest.not_finite = count if before is None else before + count
+        if current.dropped and not current.empty:
+            keep = torch.ones(current.batch, dtype=torch.bool, device=current.dropped[0][1].device)
+            for rows, kept in current.dropped:
+                keep[rows] &= kept.to(keep.device)
+            lost = current.batch - keep.sum()
+            self.harvest.not_finite = lost if self.harvest.not_finite is None else self.harvest.not_finite + lost
+        current.dropped = []
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""
@@ -362,13 +366,10 @@ class Clipper:
         for unit, use in work:
             for group, square in zip(unit.group_of, use.sq_norms(), strict=True):
                 squares[group] = squares[group] + square if group in squares else square
-        weights: dict[int, Tensor] = {}
-        keeps: dict[int, Tensor] = {}
-        for group, square in squares.items():
-            weights[group], keeps[group] = self._weigh_group(group, square, current, slice(None))
+        weights = {g: self._weigh_group(g, square.sqrt(), square.dtype, current) for g, square in squares.items()}
         sums = []
         for unit, use in work:
-            keep = _all_kept([keeps[g] for g in set(unit.group_of)])
+            keep = self._kept([weights[g] for g in set(unit.group_of)], current, slice(None))
             if keep is not None:
                 use.keep(keep)
             sums.append(use.weighted_sums([weights[g] for g in unit.group_of]))
@@ -379,8 +380,8 @@ class Clipper:
             of_group: dict[int, Tensor] = {}
             for group, square in zip(unit.group_of, squares, strict=True):
                 of_group[group] = of_group[group] + square if group in of_group else square
-            found = {g: self._weigh_group(g, square, current, rows) for g, square in of_group.items()}
-            return [found[g][0] for g in unit.group_of], _all_kept([keep for _, keep in found.values()])
+            found = {g: self._weigh_group(g, s.sqrt(), s.dtype, current) for g, s in of_group.items()}
+            return [found[g] for g in unit.group_of], self._kept(list(found.values()), current, rows)
 
         return weigh
 
@@ -392,40 +393,31 @@ class Clipper:
         if found is None:
             return None
         sums, squares = found
-        self._note(unit.group_of[0], squares.sqrt(), torch.float32, current, slice(None))
+        weights = self._weigh_group(unit.group_of[0], squares.sqrt(), torch.float32, current)
+        self._kept([weights], current, slice(None))
         return sums
 
     def _inside(self, group: int, dtype: torch.dtype) -> float:
         """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""
         return self.bounds[group] * (1.0 - 16.0 * torch.finfo(dtype).eps)
 
-    def _weigh_group(self, group: int, squares: Tensor, current: Pass, rows: slice) -> tuple[Tensor, Tensor]:
-        """min(1, C / norm) per example, and which are finite; 0 where not, and for the stand-in of an empty batch."""
-        norms = squares.clamp(min=0).sqrt()
-        weights, finite = self._note(group, norms, norms.dtype, current, rows)
-        return torch.zeros_like(weights) if current.empty else weights, finite
+    def _weigh_group(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass) -> Tensor:
+        """min(1, C / norm) per example; 0 for a norm that is not finite, and for the stand-in of an empty batch."""
+        if current.empty:
+            return torch.zeros_like(norms)
+        weights = (self._inside(group, dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        self.harvest.note(group, norms, weights, self.bounds[group])
+        return weights
 
-    def _note(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice) -> tuple[Tensor, Tensor]:
-        """Weights of the examples, noted in the harvest."""
-        inside = self._inside(group, dtype)
-        finite = torch.isfinite(norms)
-        weights = torch.where(norms > inside, inside / norms, torch.ones_like(norms))
-        weights = torch.where(finite, weights, torch.zeros_like(norms))
-        if not current.empty:
-            clipped = torch.where(finite, norms * weights, torch.zeros_like(norms))
-            self.harvest.note(group, norms, clipped, self.bounds[group])
-            if current.not_finite is None:
-                current.not_finite = torch.zeros(current.batch, dtype=torch.bool, device=norms.device)
-            current.not_finite[rows] |= ~finite.to(current.not_finite.device)
-        return weights, finite
-
-
-def _all_kept(keeps: list[Tensor]) -> Tensor | None:
-    """One mask of the examples to keep; None where it is known, without waiting for a GPU, that all are."""
-    keep = keeps[0]
-    for other in keeps[1:]:
-        keep = keep & other
-    return None if keep.device.type == "cpu" and bool(keep.all()) else keep
+    def _kept(self, weights: list[Tensor], current: Pass, rows: slice) -> Tensor | None:
+        """Which examples count in all these groups; None where it is known, without waiting for a GPU, that all do."""
+        keep = weights[0] > 0
+        for other in weights[1:]:
+            keep = keep & (other > 0)
+        if keep.device.type == "cpu" and bool(keep.all()):
+            return None
+        current.dropped.append((rows, keep))
+        return keep
 
 
 def _stamp(grad: Tensor) -> tuple[int, int]:
