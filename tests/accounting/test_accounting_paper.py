@@ -11,7 +11,7 @@ from accounting_records import make_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradveil.accounting import from_releases, paper_curve, paper_epsilons
+from gradveil.accounting import at_total_delta, from_releases, paper_curve, paper_epsilons
 from gradveil.accounting._renyi import CLASSIC_ORDERS, PROVED_ORDERS, rdp_poisson
 from gradveil.errors import ConfigError
 
@@ -38,6 +38,38 @@ def test_exact_eps0_and_the_printed_formula() -> None:
     got = paper_epsilons([6.0] * 10_000, 0.01, 1e-5)
     assert got["BaseC"].epsilon == pytest.approx(123.457, abs=5e-4)
     assert got["AdvC-printed"].epsilon == pytest.approx(6.686, abs=1e-3)
+
+
+def test_each_formula_of_two_steps_by_hand() -> None:
+    q, delta = 0.2, 1e-3
+    eps = [math.log(1 + q * (math.exp(math.sqrt(2 * math.log(1.25 / delta)) / s) - 1)) for s in (3.0, 5.0)]
+    squares, half = sum(e * e for e in eps), sum(e * (math.exp(e) - 1) / (math.exp(e) + 1) for e in eps)
+    advanced = math.sqrt(2 * math.log(1 / delta) * squares)
+    rho = q * q * (1 / 9 + 1 / 25)
+    got = {m: p.epsilon for m, p in paper_epsilons([3.0, 5.0], q, delta).items()}
+    del got["MA"]
+    assert got == pytest.approx(
+        {
+            "BaseC": sum(eps),
+            "AdvC": advanced + sum(e * (math.exp(e) - 1) for e in eps),
+            "AdvC-printed": advanced + half,
+            "OptC": half + math.sqrt(2 * squares * math.log(math.e + math.sqrt(squares) / delta)),
+            "zCDP": rho + 2 * math.sqrt(rho * math.log(1 / delta)),
+        },
+        rel=1e-12,
+    )
+
+
+def test_at_a_true_total_delta_the_compositions_are_larger() -> None:
+    got = at_total_delta([6.0] * 10_000, 0.01, 1e-5)
+    assert (got["BaseC"], got["AdvC"], got["OptC"]) == pytest.approx((158.0, 10.75, 9.56), rel=1e-3)
+    assert set(at_total_delta([], 0.01, 1e-5).values()) == {0.0}
+
+
+def test_only_what_is_asked_for_is_computed_and_unknown_methods_are_refused() -> None:
+    assert set(paper_curve([6.0], 0.01, 1e-5, methods=["zCDP"])) == {"zCDP"}
+    with pytest.raises(ConfigError, match="Did you mean 'zCDP'"):
+        paper_curve([6.0], 0.01, 1e-5, methods=["zCPD"])
 
 
 def test_total_delta_is_stated() -> None:

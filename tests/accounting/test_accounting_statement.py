@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from accounting_records import make_header, make_release, make_run
@@ -99,3 +102,23 @@ def test_public_names_exist_and_import_is_light() -> None:
     # torch may come in through the top of the package; accounting itself must not ask for these.
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "dp_accounting" not in out
+
+
+def test_the_code_in_the_document_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "accounting.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(block, "accounting.md", "exec"), found)
+    assert 0.1 < found["gamma"] < 0.3
+
+
+def test_the_meaning_of_epsilon_is_the_largest_success_of_a_test() -> None:
+    result = statement(*make_run(taken=100))
+    success = result.membership_success
+    assert success is not None
+    # One test is as good as the two distributions are far apart; the bound has to be above it.
+    assert 0.5 < success < 0.6
+    assert success == pytest.approx((math.exp(result.proved.epsilon) + 1e-5) / (math.exp(result.proved.epsilon) + 1))
+    header, _ = make_run(taken=0, guarantee="none")
+    assert statement(header, []).membership_success is None
+    assert statement(make_header(), []).membership_success == pytest.approx(0.5, abs=1e-5)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
-from gradveil.accounting._cells import CELL_LIMIT, EXACT_LIMIT, cells
+from gradveil.accounting._cells import Array, cells
 from gradveil.accounting._grid import Part, pld_epsilon, resolves
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism
 from gradveil.accounting._renyi import (
@@ -73,7 +73,15 @@ def why_no_bound(mechanism: Mechanism, neighbours: Neighbours, accountant: Accou
     return None
 
 
-def _rough_epsilon(parts: Iterable[Part], *, replace: bool, delta: float) -> float:
+def parts_of(charges: Iterable[Charge], **limits: int) -> tuple[Part, ...]:
+    """``charges`` with near-equal multipliers grouped, to the safe side (:mod:`gradveil.accounting._cells`)."""
+    by_mechanism: dict[Mechanism, list[float]] = {}
+    for mechanism, z in charges:
+        by_mechanism.setdefault(mechanism, []).append(z)
+    return tuple((m, z, count) for m, zs in by_mechanism.items() for z, count in cells(zs, **limits))
+
+
+def rough_epsilon(parts: Iterable[Part], *, replace: bool, delta: float) -> float:
     """The size of epsilon, to choose a grid by; it never falls when a step is added."""
     total = np.zeros(len(_ROUGH_ORDERS))
     for mechanism, z, count in parts:
@@ -101,24 +109,31 @@ def composed_epsilon(
         accountant = "RDP"
         if any(why_no_bound(m, neighbours, accountant) for m in dict.fromkeys(m for m, _ in charges)):
             return math.inf
-    by_mechanism: dict[Mechanism, list[float]] = {}
-    for mechanism, z in charges:
-        by_mechanism.setdefault(mechanism, []).append(z)
-    replace = neighbours == "replace-one"
-    # The RDP of fixed-size sampling costs .2 s a cell: fewer, coarser cells.
-    slow = accountant == "RDP" and any(m.sampler in FIXED_SIZE for m in by_mechanism)
-    limits = {"exact_limit": 8, "cell_limit": 32} if slow else {"exact_limit": EXACT_LIMIT, "cell_limit": CELL_LIMIT}
-    parts = tuple((m, z, count) for m, zs in by_mechanism.items() for z, count in cells(zs, **limits))
-    if not parts:
+    if not charges:
         return 0.0
     if accountant == "PLD":
-        size = _rough_epsilon(parts, replace=replace, delta=delta)
+        parts, replace = parts_of(charges), neighbours == "replace-one"
+        size = rough_epsilon(parts, replace=replace, delta=delta)
         return pld_epsilon(parts, replace=replace, delta=delta, size=size)
-    orders = WHOLE_ORDERS if slow else PROVED_ORDERS
+    orders, rdp_of, limits = renyi_steps(dict.fromkeys(m for m, _ in charges), neighbours)
+    parts = parts_of(charges, **limits)
     total = np.zeros(len(orders))
     for mechanism, z, count in parts:
-        if mechanism.sampler == "without-replacement":
-            total = total + count * rdp_without_replacement(mechanism.population, mechanism.batch_size, z, orders)
-        else:
-            total = total + count * rdp_poisson(mechanism.rate, z, orders, replace)
+        total = total + count * rdp_of(mechanism, z)
     return tight_epsilon(orders, total, delta)
+
+
+def renyi_steps(
+    mechanisms: Iterable[Mechanism], neighbours: Neighbours
+) -> tuple[tuple[float, ...], Callable[[Mechanism, float], Array], dict[str, int]]:
+    """The orders for steps drawn so, the divergence of one step at them, and how finely to group multipliers."""
+    slow = any(m.sampler in FIXED_SIZE for m in mechanisms)
+    orders = WHOLE_ORDERS if slow else PROVED_ORDERS
+
+    def rdp_of(mechanism: Mechanism, z: float) -> Array:
+        if mechanism.sampler == "without-replacement":
+            return rdp_without_replacement(mechanism.population, mechanism.batch_size, z, orders)
+        return rdp_poisson(mechanism.rate, z, orders, neighbours == "replace-one")
+
+    # The RDP of fixed-size sampling costs .2 s a cell: fewer, coarser cells.
+    return orders, rdp_of, ({"exact_limit": 8, "cell_limit": 32} if slow else {})

@@ -214,3 +214,39 @@ def pld_epsilon(parts: tuple[Part, ...], *, replace: bool, delta: float, size: f
         return math.inf
     directions = max(len(step_pmfs(mechanism, replace, z, h)) for mechanism, z, _ in parts)
     return max(_epsilon_at(_composed(parts, replace, h, d), h, delta - pad(steps)) for d in range(directions))
+
+
+def _success_at(pmf: Pmf, h: float, kappa: float) -> float:
+    """The least of e^epsilon kappa + delta(epsilon) over the grid's epsilons.
+
+    Convex in e^epsilon, with the slope kappa - Q(loss > epsilon), Q being the second of the pair: so the least
+    is where that changes its sign. Whichever epsilon is taken, the value is a bound.
+    """
+    first, masses, infinite = pmf
+    # Beyond -log(kappa) the bound is above 1; below -20 it is within 2e-9 of 1 anyway.
+    low = min(max(math.floor(-20 / h) - first, 0), masses.size - 1)
+    high = min(max(math.ceil(-math.log(kappa) / h) - first, low), masses.size - 1)
+    while high > low:
+        middle = (low + high) // 2
+        above = masses[middle + 1 :]
+        tail = float(above @ np.exp(-h * np.arange(1, above.size + 1)))
+        log_tail = math.log(tail) - h * (first + middle) if tail > 0 else -math.inf
+        if log_tail <= math.log(kappa):
+            high = middle
+        else:
+            low = middle + 1
+    if h * (first + high) > -math.log(kappa):
+        return 1.0
+    above = masses[high:]
+    delta = infinite - float(above @ np.expm1(-h * np.arange(above.size)))
+    return kappa * math.exp(h * (first + high)) + delta
+
+
+def pld_success(parts: tuple[Part, ...], *, replace: bool, size: float, kappa: float) -> float:
+    """How probable an event can be with the example, that has probability ``kappa`` without it; at most 1."""
+    steps = sum(count for _, _, count in parts)
+    parts = tuple(map(_merged, parts))
+    h = interval(parts, replace=replace, size=size)
+    if not math.isfinite(h):
+        return 1.0
+    return min(1.0, _success_at(_composed(parts, replace, h, 0), h, kappa) + pad(steps))

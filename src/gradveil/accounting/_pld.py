@@ -45,7 +45,7 @@ class Mechanism:
 FIXED_SIZE = ("without-replacement", "with-replacement")
 
 
-def _copies(mechanism: Mechanism) -> tuple[float, list[tuple[int, float]], float]:
+def copies(mechanism: Mechanism) -> tuple[float, list[tuple[int, float]], float]:
     """beta, the (k, w_k) for k >= 1, and the mass of the k left out."""
     n, batch = mechanism.population, mechanism.batch_size
     if mechanism.sampler == "without-replacement":
@@ -76,7 +76,7 @@ def _gaussian(shift: float, log_g: Array) -> Array:
 
 def fixed_size_deltas(mechanism: Mechanism, z: float, epsilons: Array) -> Array:
     """The bound delta(epsilon) above for ``epsilons`` >= 0, both neighbours having the same size."""
-    beta, weights, rest = _copies(mechanism)
+    beta, weights, rest = copies(mechanism)
     log_g = _log_g(beta, epsilons)
     total = np.full(epsilons.shape, rest)
     for k, weight in weights:

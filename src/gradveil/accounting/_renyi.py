@@ -121,18 +121,15 @@ def classic_epsilons(orders: Sequence[float], rdp: Array, delta: float) -> Array
     return np.asarray(np.min(rdp + math.log(1 / delta) / (a - 1), axis=-1))
 
 
-def tight_epsilon(orders: Sequence[float], rdp: Array, delta: float) -> float:
-    """The conversion of Canonne, Kamath, Steinke 2020, as dp-accounting has it."""
-    from dp_accounting.rdp import compute_epsilon
-
-    return float(compute_epsilon(list(orders), list(rdp), delta)[0])
-
-
 def tight_epsilons(orders: Sequence[float], rdp: Array, delta: float) -> Array:
-    """:func:`tight_epsilon` along the last axis, for many runs at once."""
+    """The conversion of Canonne, Kamath, Steinke 2020, along the last axis; as dp-accounting has it."""
     a = np.asarray(orders)
-    best = rdp + np.log1p(-1 / a) - np.log(delta * a) / (a - 1)
-    best = np.where(a > 1.01, best, math.inf)
-    # Pinsker and Bretagnolle-Huber: delta <= sqrt(1 - exp(-KL)), and KL is at most any of the divergences.
+    best = np.where(a > 1.01, rdp + np.log1p(-1 / a) - np.log(delta * a) / (a - 1), math.inf)
+    # Bretagnolle and Huber: delta <= sqrt(1 - exp(-KL)), and KL is at most any of the divergences.
     free = delta**2 + np.expm1(-rdp) > 0
     return np.asarray(np.maximum(np.min(np.where(free, 0.0, best), axis=-1), 0.0))
+
+
+def tight_epsilon(orders: Sequence[float], rdp: Array, delta: float) -> float:
+    """:func:`tight_epsilons` of one run."""
+    return float(tight_epsilons(orders, rdp, delta))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from gradveil.accounting._charges import (
     LARGEST_MULTIPLIER,
     SMALLEST_MULTIPLIER,
@@ -16,12 +18,13 @@ from gradveil.accounting._charges import (
 )
 from gradveil.accounting._checks import check_delta, check_noise
 from gradveil.accounting._compose import Accountant, Neighbours, check_view, composed_epsilon, why_no_bound
+from gradveil.accounting.paper import check_method, paper_curve
 from gradveil.accounting.proved import default_view
 from gradveil.errors import ConfigError
 from gradveil.records import Release, RunHeader
 
 
-def _largest(epsilon_after: Callable[[int], float], low: int, high: int, budget: float) -> int:
+def largest(epsilon_after: Callable[[int], float], low: int, high: int, budget: float) -> int:
     """Largest n in [low, high) with epsilon_after(n) <= budget; low is known to fit and high not to.
 
     Interpolates on epsilon^2 (nearly linear in the number of steps) with a few steps of margin, and
@@ -42,6 +45,28 @@ def _largest(epsilon_after: Callable[[int], float], low: int, high: int, budget:
         else:
             high, at_high = n, value
     return low
+
+
+def _check_budget(budget: float) -> None:
+    if not budget > 0:
+        raise ConfigError(f"budget {budget!r} is not above zero: no private step has epsilon 0. Give epsilon > 0.")
+
+
+def paper_affordable_steps(
+    sigmas: Sequence[float], sample_rate: float, delta: float, budget: float, method: str = "MA"
+) -> int:
+    """The largest n such that the first n of ``sigmas`` cost at most ``budget`` by a *published* accountant.
+
+    Not a guarantee, and for strategies without one the only budget there is: whoever holds a run to it must
+    name it "as published". Steps already taken are the first of ``sigmas``. 0 where the first step is over it.
+
+    >>> paper_affordable_steps([6.0] * 10_000, 0.01, 1e-5, 0.636)
+    6008
+    """
+    _check_budget(budget)
+    spent = paper_curve(sigmas, sample_rate, delta, methods=[check_method(method)])[method]
+    over = np.flatnonzero(~(spent <= budget))
+    return int(over[0]) if over.size else len(spent)
 
 
 def affordable_steps(
@@ -65,8 +90,7 @@ def affordable_steps(
     epsilon; for a run that stops on private data also where its declared steps (``header.steps``) cost
     more than ``budget``, because they are charged whether they are taken or not.
     """
-    if not budget > 0:
-        raise ConfigError(f"budget {budget!r} is not above zero: no private step has epsilon 0. Give epsilon > 0.")
+    _check_budget(budget)
     default_neighbours, default_accountant = default_view(header.sampling)
     neighbours = neighbours or default_neighbours
     accountant = accountant or default_accountant
@@ -102,4 +126,4 @@ def affordable_steps(
         return total
     if epsilon_after(0) > budget:
         return 0
-    return _largest(epsilon_after, 0, total, budget)
+    return largest(epsilon_after, 0, total, budget)

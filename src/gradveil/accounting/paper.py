@@ -12,8 +12,8 @@ With eps0_t = sqrt(2 ln(1.25/delta)) / sigma_t and eps_t = ln(1 + q (e^eps0_t - 
 Each is quoted at one delta, but the first four compositions spend more: see ``delta_total``. All ignore that
 clipping M groups apart moves the sum by sqrt(M) times as much, and how the batches were really drawn.
 
-For MA, more than 256 distinct sigmas are grouped on a grid of ratio 1.001, each charged at the
-smallest of its group.
+For MA, more than 256 distinct sigmas are grouped on a grid of ratio 1.001 (or its square, where sigmas lie
+very far apart), each charged at the smallest of its group.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Array = NDArray[np.float64]
 METHODS = ("BaseC", "AdvC", "AdvC-printed", "OptC", "zCDP", "MA")
 _MA_EXACT = 256
 _MA_RATIO = 1.001
+_MA_MOST = 1400  # groups; where more would be needed, the ratio is squared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,9 @@ def _checked(sigmas: Sequence[float] | Array, sample_rate: float, delta: float) 
 def _ma_curve(sigmas: Array, q: float, delta: float) -> Array:
     levels, index = np.unique(sigmas, return_inverse=True)
     if levels.size > _MA_EXACT:
-        keys = np.floor(np.log(sigmas) / math.log(_MA_RATIO))
+        keys = np.floor(np.log(sigmas) / math.log(_MA_RATIO)).astype(np.int64)
+        while np.unique(keys).size > _MA_MOST:
+            keys = np.floor_divide(keys, 2)
         groups, index = np.unique(keys, return_inverse=True)
         levels = np.full(groups.size, math.inf)
         np.minimum.at(levels, index, sigmas)
@@ -156,7 +159,7 @@ def at_total_delta(sigmas: Sequence[float] | Array, sample_rate: float, delta: f
     and the composition the other. Still the published formulas, and no guarantee.
 
     >>> {m: round(e, 2) for m, e in at_total_delta([6.0] * 10_000, 0.01, 1e-5).items()}
-    {'BaseC': 158.03, 'AdvC': 10.75, 'AdvC-printed': 9.39, 'OptC': 9.56}
+    {'BaseC': 158.04, 'AdvC': 10.75, 'AdvC-printed': 9.39, 'OptC': 9.56}
     """
     values = _checked(sigmas, sample_rate, delta)
     found = {}

@@ -12,7 +12,7 @@ An unknown situation is answered with infinity and a reason, never with a guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from gradveil.accounting._charges import Unbounded, run_charges
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
     Accountant,
+    Charge,
     Neighbours,
     check_view,
     composed_epsilon,
@@ -40,7 +41,7 @@ _ALWAYS = (
 _ONE_ROW = "each example contributes to at most one row of a batch in each step"
 _MANY_ROWS = "an example fills as many rows of a batch as it was drawn times, each clipped on its own"
 _FIXED_RATE = (
-    "the sampling rate {rate:g} is taken as fixed and public: it is B/N with the public N = {population}, and "
+    "the sampling rate {rate:g} is taken as fixed and public: it is B/N with the public {population}, and "
     "adding or removing one example is taken not to change it"
 )
 _SEEDED = (
@@ -82,11 +83,22 @@ def default_view(sampler: str) -> tuple[Neighbours, Accountant]:
     return ("replace-one", "PLD") if sampler in FIXED_SIZE else ("add-remove", "PLD")
 
 
-def _assumptions(header: RunHeader, releases: Sequence[Release], neighbours: Neighbours) -> tuple[str, ...]:
-    repeated = "with-replacement" in {header.sampling, *(r.sampler for r in releases)}
-    notes = [*_ALWAYS, _MANY_ROWS if repeated else _ONE_ROW]
+def assumptions(
+    *, samplers: Collection[str], neighbours: Neighbours, rate: float, population: int | None
+) -> tuple[str, ...]:
+    """What every bound takes for granted, for runs drawn by ``samplers``."""
+    notes = [*_ALWAYS, _MANY_ROWS if "with-replacement" in samplers else _ONE_ROW]
     if neighbours == "add-remove":
-        notes.append(_FIXED_RATE.format(rate=header.sample_rate, population=header.population))
+        known = "N" if population is None else f"N = {population}"
+        notes.append(_FIXED_RATE.format(rate=rate, population=known))
+    return tuple(notes)
+
+
+def _run_assumptions(header: RunHeader, releases: Sequence[Release], neighbours: Neighbours) -> tuple[str, ...]:
+    samplers = {header.sampling, *(r.sampler for r in releases)}
+    notes = list(
+        assumptions(samplers=samplers, neighbours=neighbours, rate=header.sample_rate, population=header.population)
+    )
     if header.seeded:
         notes.append(_SEEDED)
     if header.stopping == "public":
@@ -96,6 +108,26 @@ def _assumptions(header: RunHeader, releases: Sequence[Release], neighbours: Nei
     if any(r.scale_is_public and r.sensitivity_rule.startswith(("l2max", "l2-max")) for r in releases):
         notes.append(_RECORDED_S)
     return tuple(notes)
+
+
+def bound(
+    charges_of: Callable[[], list[Charge]], *, delta: float, neighbours: Neighbours, accountant: Accountant
+) -> tuple[float, Accountant, str | None]:
+    """Epsilon, the accountant that really gave it, and why it is infinite if it is."""
+    try:
+        charges = charges_of()
+        usable = usable_accountant(charges, delta=delta, accountant=accountant)
+        for kind in dict.fromkeys((accountant, usable)):
+            for mechanism in dict.fromkeys(mechanism for mechanism, _ in charges):
+                if (why := why_no_bound(mechanism, neighbours, kind)) is not None:
+                    small = f" (delta {delta:g} is too small for the PLD of {len(charges)} steps)"
+                    raise Unbounded(why if kind == accountant else why + small)
+        epsilon = composed_epsilon(charges, delta=delta, neighbours=neighbours, accountant=usable)
+        if not math.isfinite(epsilon):
+            return math.inf, usable, "the noise is so small that no finite epsilon holds at this delta"
+        return epsilon, usable, None
+    except Unbounded as error:
+        return math.inf, accountant, str(error)
 
 
 def proved_epsilon(
@@ -120,23 +152,12 @@ def proved_epsilon(
     check_view(neighbours, accountant)
     delta = check_delta(header.delta if delta is None else delta)
     sampler = " + ".join(sorted({r.sampler for r in releases})) or header.sampling
-    epsilon, reason, steps = math.inf, None, len(releases)
+    steps = len(releases)
     if header.stopping == "private":
         steps += len(set(range(header.steps)) - {r.step for r in releases})
-    try:
-        charges = run_charges(header, releases)
-        usable = usable_accountant(charges, delta=delta, accountant=accountant)
-        for kind in dict.fromkeys((accountant, usable)):
-            for mechanism in dict.fromkeys(mechanism for mechanism, _ in charges):
-                if (why := why_no_bound(mechanism, neighbours, kind)) is not None:
-                    small = f" (delta {delta:g} is too small for the PLD of {len(charges)} steps)"
-                    raise Unbounded(why if kind == accountant else why + small)
-        accountant = usable
-        epsilon = composed_epsilon(charges, delta=delta, neighbours=neighbours, accountant=accountant)
-        if not math.isfinite(epsilon):
-            epsilon, reason = math.inf, "the noise is so small that no finite epsilon holds at this delta"
-    except Unbounded as error:
-        reason = str(error)
+    epsilon, accountant, reason = bound(
+        lambda: run_charges(header, releases), delta=delta, neighbours=neighbours, accountant=accountant
+    )
     return ProvedEpsilon(
         epsilon=epsilon,
         delta=delta,
@@ -144,6 +165,6 @@ def proved_epsilon(
         sampler=sampler,
         accountant=accountant,
         steps_charged=steps,
-        assumptions=_assumptions(header, releases, neighbours),
+        assumptions=_run_assumptions(header, releases, neighbours),
         reason=reason,
     )

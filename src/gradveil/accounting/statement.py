@@ -20,6 +20,20 @@ _UNIT = {
     "add-remove": "one example; neighbouring data sets differ by one example added or removed",
     "replace-one": "one example; neighbouring data sets differ in the content of one example",
 }
+_TRUST = (
+    "central: the trainer holds the data and is trusted with them. Protection is against whoever sees what is "
+    "released, knows every other example and the code, and computes without limit"
+)
+_COVERS = (
+    "every noised gradient together, so every model on the way, the final one, and whatever is computed from them alone"
+)
+_NOT_COVERED = (
+    "hyper-parameter search: each run on the same data spends its own epsilon",
+    "metrics computed from the training data, such as the loss, and anything else computed from them outside this run",
+    "a seed that becomes known, or is used again: it takes the noise off",
+    "floating point: the noise is drawn in finite precision, and is Gaussian only nearly",
+    "side channels, such as the time a step takes",
+)
 _GUARANTEE = {
     "proved": "its noise depends on public settings and private outputs only",
     "paper-only": "published, with no proof: its noise is scaled to the data",
@@ -88,6 +102,12 @@ class Statement:
             "stopping": header.stopping,
             "seeded": header.seeded,
             "delta": self.proved.delta,
+            "neighbours": self.proved.neighbours,
+            "accountant": self.proved.accountant,
+            "trust_model": _TRUST,
+            "covers": self._covers(),
+            "not_covered": list(_NOT_COVERED),
+            "largest_success_of_a_membership_test": self.membership_success,
             "proved": self.proved.to_dict(),
             "proved_other": self.proved_other.to_dict(),
             "paper": {name: value.to_dict() for name, value in self.paper.items()},
@@ -95,8 +115,31 @@ class Statement:
             "audited": None if self.audited is None else dict(self.audited),
         }
 
+    @property
+    def membership_success(self) -> float | None:
+        """No test for one example is right more often than this, at even odds; None where nothing is proved.
+
+        (e^epsilon + delta) / (e^epsilon + 1): epsilon and delta bound the total variation distance.
+        """
+        epsilon, delta = self.proved.epsilon, self.proved.delta
+        if not math.isfinite(epsilon):
+            return None
+        return min(1.0, (1.0 + delta * math.exp(-epsilon)) / (1.0 + math.exp(-epsilon)))
+
+    def _covers(self) -> str:
+        return _COVERS if math.isfinite(self.proved.epsilon) else "nothing: no finite epsilon is proved"
+
+    def _meaning(self) -> str:
+        success = self.membership_success
+        if success is None:
+            return "no limit is proved to what can be learned about one example."
+        question = "whether one example was used" if self.proved.neighbours == "add-remove" else "which of two was used"
+        return f"no test for {question} is right in more than {100 * success:.3g} % of cases, at even odds."
+
     def _proved_text(self, proved: ProvedEpsilon) -> str:
         if not math.isfinite(proved.epsilon):
+            if proved is not self.proved and proved.reason == self.proved.reason:
+                return f"infinite under {proved.neighbours} too, for the same reason."
             return f"infinite under {proved.neighbours}, because {proved.reason}."
         if proved.steps_charged == 0:
             return f"epsilon = 0 under {proved.neighbours}: nothing was released yet."
@@ -110,8 +153,9 @@ class Statement:
             return "nothing: there is no noise to account for."
         values = ", ".join(f"{name} {_number(p.epsilon)}" for name, p in self.paper.items())
         spent = max(p.delta_total for p in self.paper.values())
-        text = f"{values}; quoted at delta = {self.header.delta:g}"
-        if spent > self.header.delta * 1.001:
+        delta = next(iter(self.paper.values())).delta_nominal
+        text = f"{values}; quoted at delta = {delta:g}"
+        if spent > delta * 1.001:
             text += f", but the composition methods really spend up to {spent:.3g}"
         for warning in dict.fromkeys(w for p in self.paper.values() for w in p.warnings):
             text += f". zCDP and MA: {warning}"
@@ -128,6 +172,8 @@ class Statement:
         rows = [
             _row("Protected", _UNIT[self.proved.neighbours]),
             _row("Strategy", f"{header.strategy}: {_GUARANTEE.get(header.guarantee, header.guarantee)}"),
+            _row("Trust", _TRUST),
+            _row("Covers", self._covers()),
             _row("Sampling", sampling),
             _row("Data", f"N = {header.population}; {_count(len(header.groups), 'clipping group')}"),
             _row("Steps", steps),
@@ -135,6 +181,7 @@ class Statement:
             "",
             _row("Proved", self._proved_text(self.proved)),
             _row("  otherwise", self._proved_text(self.proved_other)),
+            _row("Meaning", self._meaning()),
             _row("As published", "not a guarantee: " + self._paper_text()),
             _row("Audited", "not run" if self.audited is None else str(dict(self.audited))),
             "",
@@ -144,26 +191,24 @@ class Statement:
             rows += [_row("" if i else "Assumes", note) for i, note in enumerate(notes)]
         elif header.seeded:
             rows.append(_row("Seed", "the run was seeded: whoever knows the seed can take the noise off"))
-        rows.append(
-            _row(
-                "Not covered",
-                "hyper-parameter search; metrics computed from the training data, such as the loss; "
-                "anything else computed from the data outside this run.",
-            )
-        )
+        rows += [_row("" if i else "Not covered", note) for i, note in enumerate(_NOT_COVERED)]
         return "\n".join(row.rstrip() for row in rows)
+
+
+def is_noised(header: RunHeader, releases: Sequence[Release]) -> bool:
+    """Whether the published formulas have anything to work on: noise at every step."""
+    return header.guarantee != "none" and all(r.sigma > 0 and math.isfinite(r.sigma) for r in releases)
 
 
 def statement(header: RunHeader, releases: Sequence[Release], *, delta: float | None = None) -> Statement:
     """The statement of a run, computed from its records alone. No releases: epsilon 0."""
     neighbours, accountant = default_view(header.sampling)
     other_neighbours: Neighbours = "replace-one" if neighbours == "add-remove" else "add-remove"
-    noised = header.guarantee != "none" and all(r.sigma > 0 and math.isfinite(r.sigma) for r in releases)
     return Statement(
         header=header,
         steps_taken=len(releases),
         steps_recovered=sum(r.recovered for r in releases),
         proved=proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant),
         proved_other=proved_epsilon(header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant),
-        paper=from_releases(header, releases) if noised else {},
+        paper=from_releases(header, releases, delta=delta) if is_noised(header, releases) else {},
     )

@@ -20,6 +20,9 @@ _COMMANDS = {
     "strategies": "List the strategies and what each guarantees.",
     "datasets": "List the data sets, what is there, and fetch what is not.",
     "ledger": "Verify or show a run's ledger.",
+    "account": "Every epsilon of a run, or of its parameters: proved, and as published.",
+    "calibrate": "The noise, decay or number of steps that meets a target epsilon.",
+    "statement": "The privacy statement of a run, in words or JSON.",
 }
 
 

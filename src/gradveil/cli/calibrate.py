@@ -1,0 +1,135 @@
+"""``gradveil calibrate``: the noise, the decay or the number of steps that meets a target epsilon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gradveil import schedules
+from gradveil.cli._output import number
+from gradveil.cli.account import SAMPLERS
+from gradveil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradveil.accounting import Calibrated, Setting, Target
+
+_VIEW_RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+_VIEW_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+
+
+@click.command("calibrate")
+@click.option("--epsilon", type=float, help="The target: what is found never spends more.")
+@click.option("--like-sigma", type=float, help="Instead: what this constant sigma spends over the same steps.")
+@click.option("--sample-rate", type=float, required=True, help="Expected batch size / number of examples.")
+@click.option("--steps", type=int, help="Training steps T. Leave out to find them.")
+@click.option("--sigma", type=float, help="Noise scale at the first step. Leave out to find it.")
+@click.option("--delta", type=float, default=1e-5, show_default=True)
+@click.option("--accountant", default="PLD", show_default=True, help="PLD, RDP; BaseC, AdvC, OptC, zCDP, MA.")
+@click.option("--neighbours", help="add-remove or replace-one.  [default: the sampler's]")
+@click.option("--layers", type=int, default=1, help="Layers that are clipped apart, each at C.  [default: 1]")
+@click.option("--sampling", type=SAMPLERS, default="poisson", show_default=True)
+@click.option("--population", type=int, help="Number of examples; for fixed-size batches.  [default: very many]")
+@click.option("--decay", type=click.Choice(list(schedules.DECAYS)), help="Shape of sigma's decay.")
+@click.option("--ratio", type=float, help="Last sigma / first sigma (or its inverse: 3.75 is 4/15).")
+@click.option("--sigma-end", type=float, help="Sigma at the last step. Leave out, with --sigma, to find it.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw what the target buys: sigma over steps and rates.")
+@click.option("--details", is_flag=True, help="With --json: everything about what was found.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(plot: Path | None, details: bool, as_json: bool, **given: Any) -> None:
+    """Find sigma (give --steps), the steps (give --sigma), or the decay (give both, and --decay).
+
+    The result never spends more than the target. Counted by PLD or RDP it is proved; by one of the
+    published accountants it is for comparison with the paper, and guarantees nothing.
+    """
+    from gradveil import accounting
+    from gradveil.cli import _plots
+
+    if plot is not None:
+        _plots.check_file(plot)
+    names = ("sample_rate", "layers", "sampling", "population")
+    setting = accounting.Setting(**{n: given[n] for n in names})
+    target = _target(given, setting)
+    found, what = _find(given, target, setting)
+    if as_json:
+        click.echo(json.dumps(_to_json(found, what, details), allow_nan=False))
+    else:
+        _print(found, setting)
+    if plot is not None:
+        rates = [r for r in (setting.sample_rate * k for k in _VIEW_RATES) if r <= 1]
+        view = accounting.budget_view(target, setting, rates=rates, steps=_VIEW_STEPS)
+        _plots.budget_curves(plot, view, found, setting.sample_rate)
+        click.echo(f"gradveil: drew {plot}", err=True)
+
+
+def _target(given: dict[str, Any], setting: Setting) -> Target:
+    from gradveil import accounting
+
+    settings = {n: given[n] for n in ("delta", "accountant", "neighbours")}
+    if (given["epsilon"] is None) == (given["like_sigma"] is None):
+        raise ConfigError("give the target either as --epsilon, or as --like-sigma: what that constant sigma spends.")
+    if given["epsilon"] is not None:
+        return accounting.Target(epsilon=given["epsilon"], **settings)
+    if given["steps"] is None:
+        raise ConfigError("--like-sigma needs --steps: the target is what that sigma spends over them.")
+    constant = accounting.sigma_schedule(given["like_sigma"], steps=given["steps"])
+    sigmas = accounting.sigmas_of(constant, given["steps"])
+    spent = accounting.spent_by(sigmas, setting, accounting.Target(epsilon=1.0, **settings))
+    return accounting.Target(epsilon=spent, **settings)
+
+
+def _find(given: dict[str, Any], target: Target, setting: Setting) -> tuple[Calibrated, str]:
+    from gradveil import accounting
+
+    sigma, steps, decay = given["sigma"], given["steps"], given["decay"]
+    shape = {"decay": decay, "ratio": given["ratio"], "end": given["sigma_end"]}
+    if sigma is None and steps is None:
+        raise ConfigError(
+            "give --steps to find sigma, --sigma to find the steps, or both and --decay to find how fast."
+        )
+    if sigma is None:
+        return accounting.calibrate_sigma(target, setting, steps=steps, **shape), "sigma"
+    if steps is None:
+        return accounting.calibrate_steps(target, setting, sigma=sigma, **shape), "steps"
+    if decay is None or given["ratio"] is not None or given["sigma_end"] is not None:
+        raise ConfigError(
+            "--sigma and --steps are both given: what is left to find is the decay. Name its shape with --decay, and "
+            "leave --ratio and --sigma-end out; or leave --sigma or --steps out."
+        )
+    return accounting.calibrate_decay(target, setting, sigma=sigma, steps=steps, decay=decay), "decay"
+
+
+def _to_json(found: Calibrated, what: str, details: bool) -> dict[str, Any]:
+    everything = found.to_dict()
+    if details:
+        return everything
+    data = {"sigma": found.sigma, "epsilon": found.epsilon}
+    if what == "steps":
+        data["steps"] = found.steps
+    if what == "decay":
+        data |= {n: everything[n] for n in ("sigma_end", "schedule")}
+    if not found.target.is_proved:
+        data |= {n: everything[n] for n in ("accountant", "kind")}
+    return data
+
+
+def _print(found: Calibrated, setting: Setting) -> None:
+    constant = found.schedule.is_constant
+    click.echo(f"sigma       {number(found.sigma, 5)}" + ("" if constant else " at the first step"))
+    if not constant:
+        rate = found.schedule.to_dict().get("rate")
+        how = f", {found.schedule.kind}" + (f" with rate {number(rate, 5)} a step" if rate is not None else "")
+        click.echo(f"            {number(found.sigma_end, 5)} at the last step{how}")
+    click.echo(f"steps       {found.steps}")
+    click.echo(
+        f"epsilon     {number(found.epsilon, 5)} of {number(found.target.epsilon, 5)} at delta = "
+        f"{found.target.delta:g}, by {found.accountant}"
+    )
+    if found.target.is_proved:
+        layers = f", {setting.layers} layers clipped apart" if setting.layers > 1 else ""
+        click.echo(f"            proved, under {found.neighbours}, for {setting.sampling} sampling{layers}")
+    else:
+        click.echo("            as published, not a guarantee")
+    click.echo(f"noise       sigma / q = {number(found.sigma / setting.sample_rate)} C/N on the mean gradient at first")

@@ -1,0 +1,25 @@
+"""``gradveil statement RUN``: what is proved, what is only as published, what is not covered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from gradveil.cli.account import open_run, trusted
+
+
+@click.command("statement")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--delta", type=float, help="[default: the run's]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(run: Path, delta: float | None, as_json: bool) -> None:
+    """Print the privacy statement of RUN (a run directory, or a ledger file), from its verified ledger alone."""
+    from gradveil.accounting import check_delta, statement
+
+    if delta is not None:
+        check_delta(delta)
+    contents = open_run(run)
+    result = trusted(lambda: statement(contents.header, contents.charged(), delta=delta))
+    click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else str(result))
