@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
+import subprocess
+import sys
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -395,17 +399,72 @@ def test_a_run_directory_is_used_once_and_resumed_on_request(tmp_path):
 
 
 def test_the_ledger_is_on_disk_before_weights_or_statements_are_handed_out(tmp_path, monkeypatch):
-    engine, model, opt, loader = start(run_dir=tmp_path / "run", steps=3)
+    engine, model, opt, loader = start(run_dir=tmp_path / "run", steps=9)
+    ledger = tmp_path / "run" / "ledger.jsonl"
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
+    monkeypatch.setattr("gradveil.ledger._WRITE_AFTER", 1e9)
+    hand_outs = [model.state_dict, lambda: copy.deepcopy(model), lambda: pickle.dumps(model), engine.statement]
+    for lines, hand_out in enumerate(hand_outs, start=1):
+        step_once(model, opt, loader)
+        assert not synced  # written in groups, not per step
+        assert ledger.read_text().count("\n") == lines
+        hand_out()
+        assert synced
+        assert ledger.read_text().count("\n") == lines + 1
+        synced.clear()
     run(engine, model, opt, loader)
-    assert not synced  # written in groups, not per step
-    lines = (tmp_path / "run" / "ledger.jsonl").read_text().count("\n")
-    assert lines == 1
-    model.state_dict()
-    assert synced
+    assert ledger.read_text().count("\n") == 10  # the end of the loop brings the rest
+
+
+def test_what_an_engine_that_is_gone_released_is_written_at_exit(tmp_path):
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from loops import start, run
+def train():
+    run(*start(run_dir={str(tmp_path / "run")!r}, steps=3))
+import gradveil.ledger, itertools
+gradveil.ledger._WRITE_AFTER = 1e9
+import gradveil.sampling
+gradveil.sampling.PrivateLoader._finish = property(lambda self: None, lambda self, value: None)
+train()
+import gc; gc.collect()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "run" / "ledger.jsonl").read_text().count("\n") == 4
+
+
+def test_parameters_that_join_later_are_refused():
+    model = network()
+    model[0].requires_grad_(False)
+    _, model, opt, loader = start(model=model)
+    x, y = next(iter(loader))
+    model[0].requires_grad_(True)
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyViolation, match="after make_private"):
+        opt.step()
+
+
+def test_optimizers_that_cannot_be_private_and_models_that_are_already_are_refused():
+    model = network()
+    engine = gradveil.PrivacyEngine(clip=1.0, sigma=1.0, steps=2, delta=1e-3)
+    partly = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"does not hold '3\.weight'"):
+        engine.make_private(module=model, optimizer=partly, data_loader=dataset(), batch_size=5)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConfigError, match="LBFGS"):
+        engine.make_private(module=model, optimizer=lbfgs, data_loader=dataset(), batch_size=5)
+    _, model, _, _ = start(model=model)
+    with pytest.raises(ConfigError, match="private already"):
+        start(model=model)
+
+
+def test_a_resumed_run_with_layers_of_another_size_is_refused(tmp_path):
+    start(run_dir=tmp_path / "run", model=nn.Sequential(nn.Flatten(), nn.Linear(25, 3)))
+    with pytest.raises(RunDirectoryError, match="group_sizes"):
+        start(run_dir=tmp_path / "run", resume=True, model=nn.Sequential(nn.Flatten(), nn.Linear(25, 5)))
 
 
 def step_once(model, opt, loader):
@@ -480,3 +539,18 @@ def test_gradients_changed_between_backward_and_step_are_refused():
             change(model)
             with pytest.raises(PrivacyViolation, match="changed between backward"):
                 opt.step()
+
+
+def test_a_budget_for_an_unproved_strategy_is_the_published_one_and_is_named_so():
+    settings = {"strategy": "dyn-s-l2max", "sigma": 2.0, "steps": 60, "allow_unproved": True}
+    engine, *rest = start(**settings)
+    run(engine, *rest)
+    full = engine.statement().paper["MA"].epsilon
+    held, *rest = start(**settings, budget=full * 0.6)
+    with pytest.raises(BudgetExhausted, match=r"published.*MA.*not a guarantee"):
+        run(held, *rest)
+    assert 0 < len(held.releases) < 60
+    assert held.statement().paper["MA"].epsilon <= full * 0.6
+    assert held.statement().proved.epsilon == math.inf
+    with pytest.raises(ConfigError, match=r"no proved epsilon|budget"):
+        start(strategy="non-private", budget=1.0, allow_unproved=True)

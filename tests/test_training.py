@@ -283,7 +283,7 @@ def test_metrics_are_one_json_object_per_look_with_the_steps_in_order(
     assert found[-1]["accuracy"] == result.accuracy
     for metric in found:
         assert math.isfinite(metric["loss"]) and 0 <= metric["accuracy"] <= 1
-        assert metric["epsilon"] > 0 and metric["epsilon_kind"] == "proved"
+        assert metric["epsilon"] > 0 and metric["epsilon_kind"] == "proved (RDP)"
         assert metric["noise_std"] == pytest.approx(metric["sigma"] * metric["clip"])
     assert [m["epsilon"] for m in found] == sorted(m["epsilon"] for m in found)
     assert found[-1]["epsilon"] >= result.statement.proved.epsilon
@@ -380,12 +380,24 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_not_resumed(finished: tuple[RunDirectory, Result, RunConfig]) -> None:
-    run, _, _ = finished
+def test_resuming_a_finished_run_gives_its_result_again_and_changes_nothing(
+    finished: tuple[RunDirectory, Result, RunConfig],
+) -> None:
+    run, result, _ = finished
     before = run.ledger.read_bytes()
-    with pytest.raises(RunDirectoryError, match=r"complete \(finished\)"):
-        resume(run.path)
+    again = resume(run.path)
+    assert (again.steps, again.ended, again.accuracy) == (result.steps, result.ended, result.accuracy)
+    assert again.statement.to_dict() == result.statement.to_dict()
+    assert again.noise_std_last == result.noise_std_last
     assert run.ledger.read_bytes() == before
+
+
+def test_a_run_whose_ledger_is_gone_is_not_resumed(tmp_path: Path) -> None:
+    train(settings(), run_dir=tmp_path / "run", seed=SEED)
+    (tmp_path / "run" / "ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="no ledger"):
+        resume(tmp_path / "run")
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 def test_a_directory_that_is_no_run_is_not_resumed(tmp_path: Path) -> None:

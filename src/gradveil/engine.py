@@ -18,7 +18,6 @@ import atexit
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
 from gradveil.clipping import Clipper, Clipping, Group, make_groups
-from gradveil.clipping.taps import ModelHook
+from gradveil.clipping.taps import Followed, ModelHook
 from gradveil.errors import (
     BudgetExhausted,
     ConfigError,
@@ -74,7 +73,8 @@ class PrivacyEngine:
     fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
     options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
     loss_reduction  what the user's loss does over the batch: "mean" or "sum"
-    budget          the largest proved epsilon to spend: the step that would exceed it is refused
+    budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
+                    is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
     run_dir         where the ledger is kept; must not hold one already, unless ``resume``
     seed            makes the run repeatable; whoever knows it can take the noise off
     stopping        declares early stopping: "private" charges all declared steps, "public" only those taken
@@ -134,10 +134,12 @@ class PrivacyEngine:
                 "shuffled batches, so no epsilon would be proved. Use sampling='poisson', or ask for it explicitly "
                 "with allow_unproved=True (the statement will then say that nothing is proved)."
             )
-        if budget is not None and (not private or self._unproved(sampling, self.plan)) and not allow_unproved:
+        unproved = self._unproved(sampling, self.plan)
+        if budget is not None and (not private or (unproved and not allow_unproved)):
             raise ConfigError(
                 f"budget={budget} was given, but strategy {self.plan.strategy.name!r} with {sampling} sampling has no "
-                "proved epsilon that could be held to it. Choose a proved strategy, or leave the budget out."
+                "proved epsilon that could be held to it. Choose a proved strategy, or leave the budget out"
+                + ("; with allow_unproved=True the run is held to the published (MA) epsilon." if private else ".")
             )
         self.delta, self.loss_reduction, self.budget = float(delta), loss_reduction, budget
         self.stopping, self.allow_unproved = stopping, allow_unproved
@@ -198,6 +200,10 @@ class PrivacyEngine:
             raise ConfigError(
                 "the data set has no length: the sampling rate is batch_size / N. Give a map-style Dataset."
             )
+        if any(isinstance(vars(child).get("forward"), Followed) for child in module.modules()):
+            raise ConfigError(
+                "this model is private already, under another engine. Call detach() on that engine first."
+            )
         population = len(dataset)
         self.sampling = Sampling(name=self._sampling_name, population=population, batch_size=size)
         if self.plan.strategy.is_private and self.delta >= 1.0 / population:
@@ -223,7 +229,7 @@ class PrivacyEngine:
         self._batch = BatchGuard(self.sampling.name)
         self._handles += [
             optimizer.register_step_pre_hook(ModelHook(self._before_step)),
-            module.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit())),
+            module.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
         ]
         loader = PrivateLoader(
             dataset=dataset,
@@ -232,20 +238,50 @@ class PrivacyEngine:
             span=lambda: range(self.step, self.plan.steps),
             physical_batch_size=physical_batch_size,
             start=self._start_iteration,
+            finish=self.commit,
             hand_out=self._batch.hand_out,
             like=like,
         )
         return module, optimizer, loader
 
     def _check_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not self.plan.strategy.is_private:
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS computes gradients anew inside its step, after the noise was added, so it cannot be made "
+                "private. Use SGD, Adam or another optimizer that takes one gradient per step."
+            )
         mine = {id(p) for p in module.parameters()}
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
-        if strangers and self.plan.strategy.is_private:
+        if strangers:
             raise ConfigError(
                 f"the optimizer holds {len(strangers)} parameter(s) that the module does not (the first has shape "
                 f"{tuple(strangers[0].shape)}): they would be updated from gradients that nobody clipped or noised. "
                 "Give the optimizer module.parameters()."
             )
+        missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+        if missing:
+            raise ConfigError(
+                f"the optimizer does not hold {missing[0]!r} and {len(missing) - 1} other trainable parameter(s): "
+                "their gradients would be left without noise, for anyone to use. Give them to the optimizer, or freeze "
+                "them (requires_grad_(False))."
+            )
+
+    def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        """A parameter that became trainable, or joined the optimizer, after make_private is not followed."""
+        if not self.plan.strategy.is_private:
+            return
+        followed = {id(p) for p in self.parameters.values()}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and id(p) not in followed:
+                    raise PrivacyViolation(
+                        f"a parameter of shape {tuple(p.shape)} became trainable, or joined the optimizer, after "
+                        "make_private: its gradient is neither clipped nor noised. Decide what trains before "
+                        "make_private; to unfreeze layers later, detach() and start a new engine."
+                    )
 
     def _header(self, side: float) -> RunHeader:
         return RunHeader(
@@ -259,11 +295,14 @@ class PrivacyEngine:
             steps=self.plan.steps,
             delta=self.delta,
             seeded=self._key.seeded,
-            plan=self.plan.to_plan() | {"side_inverse_square": side},
+            plan=self.plan.to_plan() | {"side_inverse_square": side, "group_sizes": self._group_sizes()},
             salt=self._salt(),
             stopping=self.stopping,
             gradveil_version=__version__,
         )
+
+    def _group_sizes(self) -> list[int]:
+        return [sum(self.parameters[n].numel() for n in group.parameters) for group in self.groups]
 
     def _salt(self) -> str:
         settings = {
@@ -280,11 +319,15 @@ class PrivacyEngine:
     def _open_ledger(self) -> None:
         side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
         header = self._header(side)
-        self._budget = BudgetGuard(self.budget, self.plan, len(self.groups), side)
+        published = self._unproved(self.sampling.name, self.plan)
+        self._budget = BudgetGuard(self.budget, self.plan, len(self.groups), side, published=published)
         self._budget.check_plan(header)
         path = None
         if self.run_dir is not None:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunDirectoryError(f"{self.run_dir} cannot be made: {error.strerror}. Give another one.") from None
             path = self.run_dir / ledgers.FILE_NAME
         if path is not None and self._resume:
             self._ledger = Ledger.resume(path, header)
@@ -292,7 +335,7 @@ class PrivacyEngine:
             self._ledger = Ledger(header, path)
         self._run_key = self._key.bound_to(self._ledger.header.salt)
         self._repeat = RepeatGuard(self._ledger.releases)
-        atexit.register(_commit, weakref.ref(self._ledger))
+        atexit.register(_commit, self._ledger)
 
     # ---- the loop
 
@@ -319,6 +362,7 @@ class PrivacyEngine:
                 "optimizer.step was called with a closure, which computes gradients anew after the noise was added: "
                 "they would be used without noise. Call backward() first and step() without arguments."
             )
+        self._check_strangers(optimizer)
         if self._batch.ticket is not None and not self._batch.ticket.last:
             self._put_aside_part()
             return
@@ -502,7 +546,7 @@ class PrivacyEngine:
             self._clipper.detach()
 
 
-def _commit(ledger: weakref.ref[Ledger]) -> None:
-    found = ledger()
-    if found is not None and (found.path is None or found.path.exists()):
-        found.commit()
+def _commit(ledger: Ledger) -> None:
+    """At exit: a strong reference, so that an engine that was collected leaves nothing unwritten."""
+    if ledger.path is not None and ledger.path.exists():
+        ledger.commit()

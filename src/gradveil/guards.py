@@ -92,10 +92,23 @@ class RepeatGuard:
 
 
 class BudgetGuard:
-    """Holds a run to its budget. The plan of a proved strategy is public, so what is affordable is known in advance."""
+    """Holds a run to its budget. The plan is public, so what is affordable is known in advance.
 
-    def __init__(self, budget: float | None, plan: Parameters, groups: int, side_inverse_square: float) -> None:
+    ``published``: nothing is proved of the run, and the budget is of the published epsilon (MA), named so.
+    """
+
+    def __init__(
+        self,
+        budget: float | None,
+        plan: Parameters,
+        groups: int,
+        side_inverse_square: float,
+        *,
+        published: bool = False,
+    ) -> None:
         self.budget, self.plan, self.groups, self.side = budget, plan, groups, side_inverse_square
+        self.published = published
+        self.name = "published epsilon (MA, not a guarantee)" if published else "epsilon"
         self._affordable: int | None = None
 
     def reconsider(self) -> None:
@@ -108,19 +121,25 @@ class BudgetGuard:
         return 1.0 / math.sqrt(self.groups / ratio**2 + self.side)
 
     def _further_steps(self, header: RunHeader, done: Sequence[Release], step: int) -> int:
-        from gradveil.accounting import affordable_steps
+        from gradveil.accounting import affordable_steps, paper_affordable_steps
 
         assert self.budget is not None
+        if self.published:
+            sigmas = [r.sigma for r in done] + [self.plan.sigma(t) for t in range(step, self.plan.steps)]
+            within = paper_affordable_steps(sigmas, header.sample_rate, header.delta, self.budget)
+            return max(0, within - len(done))
         planned = [self.planned_multiplier(t) for t in range(step, self.plan.steps)]
         return affordable_steps(header, tuple(done), planned, budget=self.budget)
 
     def check_plan(self, header: RunHeader) -> None:
         """A run that may stop on private data is charged for all its steps: refused at once if they cost too much."""
-        if self.budget is not None and header.stopping == "private" and not self._further_steps(header, (), 0):
+        if self.budget is None or header.stopping != "private":
+            return
+        if self._further_steps(header, (), 0) < header.steps:
             raise ConfigError(
                 f"the run may stop early on private data, so all {header.steps} declared steps are charged, and they "
-                f"cost more than the budget of epsilon = {self.budget:g} at delta = {header.delta:g}. Declare fewer "
-                "steps, raise sigma or the budget, or declare the data it stops on public (stopping='public')."
+                f"cost more than the budget of {self.name} = {self.budget:g} at delta = {header.delta:g}. Declare "
+                "fewer steps, raise sigma or the budget, or declare the data it stops on public (stopping='public')."
             )
 
     def check(self, header: RunHeader, done: Sequence[Release], step: int, sampler: str) -> None:
@@ -136,8 +155,8 @@ class BudgetGuard:
             self._affordable = len(done) + self._further_steps(header, done, step)
         if len(done) >= self._affordable:
             raise BudgetExhausted(
-                f"step {step} of {self.plan.steps} would spend more than the budget of epsilon = {self.budget:g} at "
-                f"delta = {header.delta:g}; {len(done)} releases are within it. The step was not taken. Raise the "
+                f"step {step} of {self.plan.steps} would spend more than the budget of {self.name} = {self.budget:g} "
+                f"at delta = {header.delta:g}; {len(done)} releases are within it. The step was not taken. Raise the "
                 "budget or sigma, or declare fewer steps."
             )
 

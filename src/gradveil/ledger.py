@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from gradveil.records import FORMAT_VERSION, Release, RunHeader, SideRelease
 FILE_NAME = "ledger.jsonl"
 _GENESIS = "0" * 64
 _WRITE_EVERY = 512  # lines held in memory at most
+_WRITE_AFTER = 1.0  # seconds
 
 
 def _body_text(body: dict[str, Any]) -> str:
@@ -199,6 +201,7 @@ class Ledger:
         self.length, self.head, self._size = length, head, size
         self._pending: list[str] = []
         self._unsynced = False
+        self._last_commit = time.monotonic()
         self.is_open = True
 
     @classmethod
@@ -239,7 +242,7 @@ class Ledger:
         """Note a release; it is on disk after the next :meth:`commit`."""
         self.releases.append(release)
         self._add("release", release.to_dict())
-        if len(self._pending) >= _WRITE_EVERY:
+        if len(self._pending) >= _WRITE_EVERY or time.monotonic() - self._last_commit > _WRITE_AFTER:
             self.commit()
 
     def end(self, reason: str) -> None:
@@ -257,6 +260,7 @@ class Ledger:
 
     def commit(self) -> None:
         """Write and fsync everything noted so far."""
+        self._last_commit = time.monotonic()
         if self.path is None:
             self._pending.clear()
         if self.path is None or not (self._pending or self._unsynced):

@@ -121,15 +121,15 @@ class NoiseSource:
 
     def _cpu_normals(self, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Blocks of fixed size, each from its own stream, drawn by as many threads as torch uses."""
-        wanted = np.float64 if dtype == torch.float64 else np.float32
-        out = np.empty(count, dtype=wanted)
+        wanted: Any = np.float64 if dtype == torch.float64 else np.float32
+        out: np.ndarray[Any, Any] = np.empty(count, dtype=wanted)
         first = self._blocks
         blocks = -(-count // _BLOCK)
         self._blocks += blocks
 
         def fill(block: int) -> None:
             index = self._step * _BLOCKS_PER_STEP + first + block
-            part = out[block * _BLOCK : (block + 1) * _BLOCK]
+            part: Any = out[block * _BLOCK : (block + 1) * _BLOCK]
             self._key.fast_stream("noise", index).standard_normal(len(part), dtype=wanted, out=part)
 
         if blocks < 2 or torch.get_num_threads() < 2:

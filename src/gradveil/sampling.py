@@ -55,7 +55,7 @@ class Sampling:
             raise UnknownNameError("sampling", self.name, SAMPLINGS)
         if self.population < 1:
             raise ConfigError("the training set is empty: there is nothing to sample from.")
-        if not 1 <= self.batch_size <= self.population:
+        if not isinstance(self.batch_size, int) or not 1 <= self.batch_size <= self.population:
             raise ConfigError(
                 f"the batch size is {self.batch_size} and the training set has {self.population} examples: a batch "
                 "is drawn from the training set, so it must have at least 1 example and no more than there are."
@@ -135,14 +135,19 @@ class PrivateLoader:
         span: Callable[[], range],
         physical_batch_size: int | None = None,
         start: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
         hand_out: Callable[[Ticket], None] | None = None,
         like: DataLoader[Any] | None = None,
     ) -> None:
-        if physical_batch_size is not None and physical_batch_size < 1:
-            raise ConfigError(f"physical_batch_size is {physical_batch_size}; give at least 1, or None for no split.")
+        if physical_batch_size is not None and (
+            physical_batch_size < 1 or physical_batch_size != int(physical_batch_size)
+        ):
+            raise ConfigError(
+                f"physical_batch_size is {physical_batch_size}; give a whole number of at least 1, or None."
+            )
         self.dataset = dataset
         self.batch_size = batch_size
-        self._span, self._start, self._hand_out = span, start, hand_out
+        self._span, self._start, self._finish, self._hand_out = span, start, finish, hand_out
         self._batches = _Batches(draw, span, physical_batch_size)
         collate = like.collate_fn if like is not None else default_collate
         self._tensors: tuple[torch.Tensor, ...] | None = None
@@ -182,6 +187,8 @@ class PrivateLoader:
             if self._hand_out is not None:
                 self._hand_out(ticket)
             yield batch
+        if self._finish is not None:
+            self._finish()
 
     def _index_tensors(self) -> Iterator[list[torch.Tensor]]:
         assert self._tensors is not None

@@ -22,12 +22,13 @@ reading, so such a strategy is "paper-only" whatever its author says.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gradveil import schedules
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.errors import ConfigError, ScheduleError, UnknownNameError
 from gradveil.records import Guarantee
 from gradveil.schedules import Constant, Schedule
 
@@ -198,6 +199,11 @@ def _schedule(
 ) -> Schedule:
     if value is None:
         raise ConfigError(f"{quantity} is missing: a private strategy needs a positive {quantity}.")
+    if isinstance(value, float | int) and not (value > 0 and math.isfinite(value)):
+        raise ScheduleError(
+            f"{quantity} is {value!r}, which is not a positive, finite number: zero noise protects nothing, a zero "
+            f"bound trains nothing. Give {quantity} > 0."
+        )
     if isinstance(value, Schedule):
         if decays == value.is_constant:
             wanted = "a decay" if decays else "a constant"

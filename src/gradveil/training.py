@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil import data, models
-from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon
+from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
 from gradveil.clipping import native
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
+from gradveil.ledger import Contents
 from gradveil.randomness import SecretKey
 from gradveil.rundir import RunDirectory, write_whole
 from gradveil.version import __version__
@@ -126,16 +127,36 @@ def resume(
         raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
     if not run.list_checkpoints() and not run.metrics.exists() and _has_no_whole_line(run.ledger):
         run.ledger.unlink()  # killed before the header was whole: nothing was released
-    contents = run.verified_ledger() if run.ledger.exists() else None
+    begun = bool(run.list_checkpoints()) or run.metrics.exists()
+    contents = run.verified_ledger() if run.ledger.exists() or begun else None
     if contents is not None and contents.header.seeded and stored_seed is None:
         raise RunDirectoryError(
             f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
         )
     if contents is not None and contents.ended is not None:
-        raise RunDirectoryError(f"the run in {run_dir} is complete ({contents.ended}): there is nothing to resume.")
+        return _finished(run, contents)
     session = _Session(stored, None if new_noise else stored_seed)
     session.start(run, resume=contents is not None)
     return session.fit(progress)
+
+
+def _finished(run: RunDirectory, contents: Contents) -> Result:
+    """The result of a run that is complete already, from what it left."""
+    checkpoint, metrics = run.newest_checkpoint(), run.read_metrics()
+    looked = [m for m in metrics if m.get("accuracy") is not None]
+    releases = contents.releases
+    return Result(
+        run_dir=run.path,
+        steps=checkpoint.step if checkpoint is not None else 0,
+        accuracy=float(looked[-1]["accuracy"]) if looked else float("nan"),
+        seconds_per_step=float(looked[-1]["seconds"]) / max(1, int(looked[-1]["step"])) if looked else float("nan"),
+        ended=contents.ended or "",
+        budget_exhausted="more than the budget" in (contents.ended or ""),
+        not_finite_examples=0,
+        statement=statement(contents.header, contents.charged()),
+        noise_std_first=max(releases[0].noise_std) if releases else None,
+        noise_std_last=max(releases[-1].noise_std) if releases else None,
+    )
 
 
 def _has_no_whole_line(ledger: Path) -> bool:
@@ -307,7 +328,7 @@ class _Session:
         neighbours, _ = default_view(engine.header.sampling)
         proved = proved_epsilon(engine.header, engine.releases, neighbours=neighbours, accountant="RDP").epsilon
         if math.isfinite(proved):
-            return Epsilon("proved", proved)
+            return Epsilon("proved (RDP)", proved)
         return Epsilon("as published", from_releases(engine.header, engine.releases)["MA"].epsilon)
 
     @torch.no_grad()

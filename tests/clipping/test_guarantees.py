@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import compare
 from torch import nn
 from torch.nn import functional as F
 
@@ -306,3 +307,40 @@ def test_detach_leaves_no_trace():
     for m in (model, plain):
         F.cross_entropy(m(x), torch.tensor([0, 1, 2, 0])).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda out, y: F.mse_loss(out[:, :1], y.float()), "broadcast"),
+        (lambda out, y: ((out[:, :1] - y.float()) ** 2).mean(), "broadcast"),
+        (lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 3.0])), "normaliser"),
+        (lambda out, y: F.cross_entropy(out, y, ignore_index=0), "normaliser"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), "normaliser"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_that_mixes_examples_through_their_targets_is_refused(loss, words):
+    model = nn.Linear(4, 3)
+    clipper = attach(model)
+    out, y = model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 0, 1])
+    with pytest.raises(UnsupportedModelError, match=words):
+        loss(out, y)
+    clipper.detach()
+
+
+def test_a_module_under_two_names_and_parameters_without_dimensions():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            return self.scale * x
+
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared, Scaled(), nn.Linear(4, 3)).double()
+    for clipping in ("per-layer", "flat"):
+        model.zero_grad()
+        compare(model, torch.randn(5, 4).double(), torch.randint(0, 3, (5,)), clipping=clipping)
+    assert isinstance(model[0].weight, nn.Parameter)

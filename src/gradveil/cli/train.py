@@ -54,7 +54,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--fixed-variance", is_flag=True, help="Constant noise std: sigma_t = varsigma / S_t.")
 @_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
 @_option("--budget", type=float, help="Refuse the step that would spend more than this proved epsilon.")
-@_option("--allow-unproved", is_flag=True, help="Allow shuffling, of which nothing is proved.")
+@_option("--allow-unproved", is_flag=True, help="Allow what has no proof: shuffling, a published budget.")
 @_option("--stop-at-accuracy", type=float, help="Stop when the test accuracy reaches this.")
 @_option(
     "--stop-data",

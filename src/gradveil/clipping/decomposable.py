@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping._rng import rng_at, rng_state, same_rng
@@ -71,7 +72,37 @@ class _Watched(torch.Tensor):
         if func is torch.Tensor.backward:
             for watch in tuple(_WAITING):
                 watch.check_loss(args[0])
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                _check_operation(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+_LOSSES_WITH_A_COUNT = (F.cross_entropy, F.nll_loss)
+
+
+def _check_operation(func: Any, args: Any, kwargs: Any) -> None:
+    """Two ways in which targets mix examples without any curvature: broadcasting, and a normaliser that counts."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    for a in tensors:
+        for b in tensors:
+            column = a.dim() == 2 and a.shape[1] == 1 and a.shape[0] > 1
+            if column and b.dim() == 1 and b.shape[0] == a.shape[0] and b.is_floating_point():
+                raise UnsupportedModelError(
+                    f"an output of shape {tuple(a.shape)} meets a target of shape {tuple(b.shape)}: they broadcast to "
+                    f"{(a.shape[0], a.shape[0])}, every example with every other, so no clipping bounds what one "
+                    "example does. Give both the same shape: target.unsqueeze(1), or output.squeeze(1)."
+                )
+    if func not in _LOSSES_WITH_A_COUNT or kwargs.get("reduction", "mean") != "mean" or len(args) < 2:
+        return
+    ignored = kwargs.get("ignore_index", -100)
+    target = args[1]
+    if kwargs.get("weight") is not None or (not target.is_floating_point() and bool((target == ignored).any())):
+        raise UnsupportedModelError(
+            "the loss is a mean over class weights, or over the targets that are not ignored: its normaliser depends "
+            "on the labels of all examples, so one label changes every example's gradient. Use reduction='sum' with "
+            "loss_reduction='sum', or average each example's own losses first."
+        )
 
 
 class OutputWatch:

@@ -107,13 +107,16 @@ def _plain_forward(module: nn.Module) -> Any:
 class ModelHook:
     """A hook on the model that copies and pickles do not carry along."""
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    def __init__(self, hook: Callable[..., Any], before_copy: Callable[[], None] | None = None) -> None:
+        self.before_copy = before_copy
         self.hook = _uncompiled(hook)
 
     def __call__(self, *args: Any) -> Any:
         return self.hook(*args)
 
     def __reduce__(self) -> Any:
+        if self.before_copy is not None:
+            self.before_copy()
         return _inert_hook, ()
 
 

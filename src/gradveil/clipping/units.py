@@ -42,12 +42,15 @@ class Unit:
 
 def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
     """Cover the trainable parameters of ``root`` with units and tell each which groups it feeds."""
-    modules = dict(root.named_modules())
+    modules = dict(root.named_modules(remove_duplicate=False))
     owners: dict[int, list[str]] = {}  # parameter id -> names of the modules that hold it
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+            owner = name.rpartition(".")[0]
+            held = owners.setdefault(id(parameter), [])
+            if all(modules[owner] is not modules[other] for other in held):  # one module may have two names
+                held.append(owner)
             named.setdefault(id(parameter), (name, parameter))
 
     # Where each parameter is followed: the module that owns it, or the common parent of all that do.
@@ -66,8 +69,8 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
         unit.parameters.append(parameter)
         unit.group_of.append(group_index[name])
     for unit in units.values():
-        held = set(unit.names)
-        unit.whole_groups = all(held.issuperset(groups[g].parameters) for g in set(unit.group_of))
+        names = set(unit.names)
+        unit.whole_groups = all(names.issuperset(groups[g].parameters) for g in set(unit.group_of))
     return list(units.values())
 
 

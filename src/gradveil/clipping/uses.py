@@ -114,7 +114,7 @@ class Use:
 
 
 def _row_sq_norms(g: Tensor) -> Tensor:
-    flat = wide(g).flatten(1)
+    flat = wide(g).reshape(len(g), -1)  # a parameter may have no dimension at all
     squares: Tensor = torch.linalg.vecdot(flat, flat)
     return squares
 
