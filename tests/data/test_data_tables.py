@@ -7,7 +7,7 @@ import pytest
 import torch
 from datafiles import write_table
 
-from gradveil.data import _csv, load
+from gradveil.data import _csv, _tables, load
 from gradveil.data._csv import read_bits
 from gradveil.errors import DataError
 
@@ -82,7 +82,15 @@ def test_long_foreign_text_is_shortened_in_the_message(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
-def test_location(tmp_path: Path) -> None:
+def test_location_cut_at_the_end_of_a_line_is_refused(tmp_path: Path) -> None:
+    bits, group = blobs(300, 446, 30)
+    write_table(tmp_path / "location/bangkok", bits, group + 1, quoted=True)
+    with pytest.raises(DataError, match="it has 300 records, the published file 5010"):
+        load("location", data_dir=tmp_path)
+
+
+def test_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tables, "LOCATION_ROWS", 300)
     bits, group = blobs(300, 446, 30)
     write_table(tmp_path / "location/bangkok", bits, group + 1, quoted=True)
     data = load("location", data_dir=tmp_path)
@@ -96,7 +104,8 @@ def test_location(tmp_path: Path) -> None:
         assert (*row, label) in rows
 
 
-def test_location_labels_are_bounded(tmp_path: Path) -> None:
+def test_location_labels_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tables, "LOCATION_ROWS", 1)
     bits, group = blobs(60, 446, 30)
     for shift in (0, 2):
         write_table(tmp_path / "location/bangkok", bits, group + shift, quoted=True)
