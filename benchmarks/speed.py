@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS, Workload
 
 import gradveil
-from gradveil.clipping import native
+from gradveil.kernels import native
 
 Step = Callable[[], None]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -118,6 +119,15 @@ class NoiseSource:
                 self._cuda[tensor.device] = generator
             draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
         return draw.to(tensor.dtype)
+
+    def add_to(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
+        """In place, each gradient g becomes (g + std z) / divide_by with z independent N(0, 1), drawn in order."""
+        for grad, std in zip(grads, stds, strict=True):
+            draw = self.normal_like(grad)
+            if grad.dtype in (torch.float32, torch.float64):
+                grad.add_(draw, alpha=std).div_(divide_by)
+            else:  # add in float32, round once
+                grad.copy_((grad.float() + std * draw.float()) / divide_by)
 
     def _cpu_normals(self, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Blocks of fixed size, each from its own stream, drawn by as many threads as torch uses."""

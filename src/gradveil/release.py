@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradveil.bounds import BoundRule
 from gradveil.clipping import Group, Harvest
+from gradveil.clipping.uses import wide
 from gradveil.randomness import NoiseSource
 from gradveil.records import Release
 from gradveil.strategies import Parameters
@@ -103,9 +104,12 @@ def release_gradients(
         public = sensitivity_rule.public
     side = rule.side_releases(harvest, noise)
     with torch.no_grad():
-        for group, std in zip(groups, stds, strict=True):
-            for name in group.parameters:
-                _noise_in_place(name, grads[name], std, batch_size, noise, rule)
+        noised = [(name, std) for group, std in zip(groups, stds, strict=True) for name in group.parameters]
+        if rule.whitening is None:
+            noise.add_to([grads[name] for name, _ in noised], [std for _, std in noised], divide_by=batch_size)
+        else:
+            for name, std in noised:
+                _whitened_noise(name, grads[name], std, batch_size, noise, rule)
     rule.learn(side, grads, sigma, batch_size)
     return Release(
         step=step,
@@ -122,16 +126,12 @@ def release_gradients(
     )
 
 
-def _noise_in_place(
+def _whitened_noise(
     name: str, grad: Tensor, std: float, batch_size: float, noise: NoiseSource, rule: BoundRule
 ) -> None:
-    draw = noise.normal_like(grad)
-    if rule.whitening is not None:
-        draw = draw * rule.whitening[name][1]
-    if grad.dtype in (torch.float32, torch.float64):
-        grad.add_(draw, alpha=std).div_(batch_size)
-    else:  # add in float32, round once
-        grad.copy_((grad.float() + std * draw.float()) / batch_size)
+    """Noise in whitened coordinates: scaled back like the sums, and the centre put back on."""
+    assert rule.whitening is not None
+    draw = noise.normal_like(grad) * rule.whitening[name][1]
+    total = (wide(grad) + std * wide(draw)) / batch_size
     shift = rule.shift(name)
-    if shift is not None:
-        grad.add_(shift)
+    grad.copy_(total if shift is None else total + shift)

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from gradveil import data, models
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
-from gradveil.clipping import native
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
+from gradveil.kernels import native
 from gradveil.ledger import Contents
 from gradveil.randomness import SecretKey
 from gradveil.rundir import RunDirectory, write_whole

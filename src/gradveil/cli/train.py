@@ -152,7 +152,7 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
         TimeRemainingColumn(compact=True),
     )
     if settings is None or (settings.device == "cpu" and settings.strategy != "non-private"):
-        from gradveil.clipping import native
+        from gradveil.kernels import native
 
         click.echo(native.status(), err=True)
     label = settings.strategy if settings is not None else "resumed"

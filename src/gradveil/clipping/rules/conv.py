@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.clipping import native
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.uses import Use, keep_rows, wide_pair
+from gradveil.kernels import native
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.clipping import Clipper, make_groups, native
+from gradveil.clipping import Clipper, make_groups
+from gradveil.kernels import native
 
 needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
 
@@ -115,7 +116,7 @@ def test_without_the_kernel_the_pytorch_path_is_used_and_said_to_be(settings, wo
 @needs_kernel
 def test_the_kernel_is_compiled_once_and_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "from gradveil.clipping import native; print(native.status())"
+    code = "from gradveil.kernels import native; print(native.status())"
     first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     made = {p: p.stat().st_mtime_ns for p in (tmp_path / "gradveil").iterdir()}
     assert "native C++" in first

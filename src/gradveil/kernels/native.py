@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("_kernels.cpp")
+SOURCE = Path(__file__).with_name("_native.cpp")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17")  # no fast-math: sums and norms stay IEEE
 _LANES = 16
 
