@@ -24,8 +24,8 @@ WHY = "transformers and peft are not installed: pip install 'gradveil[transforme
 transformers = pytest.importorskip("transformers", reason=WHY)
 peft = pytest.importorskip("peft", reason=WHY)
 
-# Its tied embedding makes the whole of GPT-2 one unit, followed through vmap: torch tells that attention is slow so, and
-# gradveil that it runs one example at a time where there is a mask (the library looks at its values) or a checkpoint.
+# Its tied embedding makes the whole of GPT-2 one unit, followed through vmap: torch warns that attention is slow so,
+# and gradveil that it runs one example at a time where there is a mask (the library looks at it) or a checkpoint.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*cannot be vectorised")
 
 VOCABULARY, LENGTH, CLASSES = 13, 6, 3
@@ -121,7 +121,7 @@ def test_an_attention_mask_and_keywords(name):
 
 CHECKPOINTED = pytest.mark.xfail(
     strict=True,
-    reason="a module followed through torch.func saves other tensors when it is learned than when it is run",
+    reason="a module followed through torch.func saves more tensors at its first call than later",
 )
 
 
