@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
-from gradveil.clipping import Clipper, Clipping, Group, make_groups
+from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
 from gradveil.clipping.taps import Followed, ModelHook
 from gradveil.errors import (
     BudgetExhausted,
@@ -153,7 +153,8 @@ class PrivacyEngine:
         self._ledger: Ledger | None = None
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._not_finite = 0
-        self._lost: Tensor | None = None  # not yet read from the device
+        self._lost: list[Tensor] = []  # flags of examples that were not finite, not yet read from the device
+        self._generators: dict[torch.device, torch.Generator] = {}
         if self.run_dir is not None and not resume and (self.run_dir / ledgers.FILE_NAME).exists():
             raise RunDirectoryError(
                 f"{self.run_dir} holds a ledger already: a run directory belongs to one run, and a ledger is never "
@@ -405,15 +406,10 @@ class PrivacyEngine:
                     parameter.grad /= self._batch.ticket.drawn
 
     def _release(self) -> None:
-        assert self._clipper is not None and self._ledger is not None
-        if self.step >= self.plan.steps:
-            raise BudgetExhausted(
-                f"the run declared {self.plan.steps} steps and has taken them: schedules and accounting end there. "
-                "Declare more steps from the start."
-            )
+        """Noise on the gradients, and its record."""
+        assert self._clipper is not None
         self._clipper.check_untouched()
-        sampler = self._batch.check(self._clipper.harvest)
-        self._budget.check(self._ledger.header, self._ledger.releases, self.step, sampler)
+        sampler = self.check_step(self._clipper.harvest)
         self._take_up_parts()
         release = release_gradients(
             step=self.step,
@@ -422,36 +418,55 @@ class PrivacyEngine:
             groups=self.groups,
             parameters=self.parameters,
             harvest=self._clipper.harvest,
-            noise=NoiseSource(self._run_key, self.step),
+            noise=self.noise(),
             sampler=sampler,
             sample_rate=self.sampling.rate,
             batch_size=float(self.sampling.batch_size),
         )
         if self._run_key.seeded:
             release = replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
-        self._ledger.append(release)
-        self._count_not_finite(self._clipper.harvest.not_finite)
+        self.take_step(release, self._clipper.harvest)
+
+    def noise(self) -> NoiseSource:
+        """The noise of the current step."""
+        return NoiseSource(self._run_key, self.step, generators=self._generators)
+
+    def check_step(self, harvest: Harvest) -> str:
+        """Refuse a step that the run may not take; the sampler to record."""
+        if self.step >= self.plan.steps:
+            raise BudgetExhausted(
+                f"the run declared {self.plan.steps} steps and has taken them: schedules and accounting end there. "
+                "Declare more steps from the start."
+            )
+        sampler = self._batch.check(harvest)
+        ledger = self._open()
+        self._budget.check(ledger.header, ledger.releases, self.step, sampler)
+        return sampler
+
+    def take_step(self, release: Release, harvest: Harvest) -> None:
+        """The step is noised: write it down, and make ready for the next."""
+        assert self._clipper is not None
+        self._open().append(release)
+        self._count_not_finite(harvest.lost)
         self.step += 1
         self._clipper.start_step()
         self._clipper.whitening = self.rule.whitening
         if self.step < self.plan.steps:
             self._clipper.bounds = self.rule.bounds(self.step)
 
-    def _count_not_finite(self, lost: Tensor | None) -> None:
-        if lost is None:
-            return
-        self._lost = lost if self._lost is None else self._lost + lost
-        if lost.device.type == "cpu" or self.step % _LOOK_EVERY == 0:  # reading from a GPU waits for it
-            self._read_not_finite()
+    def _count_not_finite(self, lost: list[Tensor]) -> None:
+        self._lost += lost
+        if self._lost and (self._lost[0].device.type == "cpu" or self.step % _LOOK_EVERY == 0):
+            self._read_not_finite()  # reading from a GPU waits for it
 
     def _read_not_finite(self) -> None:
-        lost, self._lost = self._lost, None
-        count = 0 if lost is None else int(lost)
+        lost, self._lost = self._lost, []
+        count = int(torch.stack([flags.sum() for flags in lost]).sum()) if lost else 0
         if count and not self._not_finite:
             warnings.warn(
                 f"{count} example(s) of step {self.step} had a gradient that is not finite; they count as zero. "
                 "engine.not_finite_examples keeps the count.",
-                stacklevel=6,
+                stacklevel=7,
             )
         self._not_finite += count
 

@@ -84,8 +84,12 @@ class SecretKey:
     def torch_generator(self, purpose: str, index: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator for one purpose and index (63 bits on CUDA; torch's CPU generator uses 32)."""
         generator = torch.Generator(device=device)
-        generator.manual_seed(self._derive(purpose, index, 8) >> 1)
+        generator.manual_seed(self.device_seed(purpose, index))
         return generator
+
+    def device_seed(self, purpose: str, index: int = 0) -> int:
+        """The seed of a torch generator for one purpose and index."""
+        return self._derive(purpose, index, 8) >> 1
 
 
 _BLOCK = 1 << 15
@@ -100,8 +104,12 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 class NoiseSource:
     """Standard normal tensors for one step, drawn in a fixed order; on the tensor's own device."""
 
-    def __init__(self, key: SecretKey, step: int) -> None:
+    def __init__(
+        self, key: SecretKey, step: int, *, generators: dict[torch.device, torch.Generator] | None = None
+    ) -> None:
+        """``generators`` is kept by the caller from step to step: making one on a GPU takes longer than seeding it."""
         self._key = key
+        self._generators = generators if generators is not None else {}
         self._step = step
         self._blocks = 0
         self._side: np.random.Generator | None = None
@@ -113,15 +121,29 @@ class NoiseSource:
         if tensor.device.type == "cpu":
             draw = torch.from_numpy(self._cpu_normals(tensor.numel(), dtype)).view(tensor.shape)
         else:
-            generator = self._cuda.get(tensor.device)
-            if generator is None:
-                generator = self._key.torch_generator(f"noise-{tensor.device}", self._step, tensor.device)
-                self._cuda[tensor.device] = generator
+            generator = self._on_device(tensor.device)
             draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
         return draw.to(tensor.dtype)
 
+    def device_seed(self, device: torch.device) -> int:
+        """What this step's generator on a GPU is seeded with; as secret as the key."""
+        return self._key.device_seed(f"noise-{device}", self._step)
+
+    def _on_device(self, device: torch.device) -> torch.Generator:
+        generator = self._cuda.get(device)
+        if generator is None:
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device=device)
+            generator = self._generators[device]
+            generator.manual_seed(self.device_seed(device))
+            self._cuda[device] = generator
+        return generator
+
     def add_to(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
         """In place, each gradient g becomes (g + std z) / divide_by with z independent N(0, 1), drawn in order."""
+        if grads and grads[0].is_cuda and all(g.dtype == torch.float32 and g.device == grads[0].device for g in grads):
+            add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
+            return
         for grad, std in zip(grads, stds, strict=True):
             draw = self.normal_like(grad)
             if grad.dtype in (torch.float32, torch.float64):
@@ -154,3 +176,28 @@ class NoiseSource:
         if self._side is None:
             self._side = self._key.stream("side-noise", self._step)
         return [float(value) for value in self._side.standard_normal(count)]
+
+
+def add_device_noise(
+    grads: Sequence[torch.Tensor],
+    stds: Sequence[float] | torch.Tensor,
+    *,
+    divide_by: float,
+    generator: torch.Generator,
+) -> None:
+    """In place on one GPU, float32: g becomes g / divide_by + (std / divide_by) z, all tensors in a few launches.
+
+    ``stds`` as a tensor of one element on the device holds for all gradients; a captured graph reads it when it runs.
+    """
+    sizes = [g.numel() for g in grads]
+    draw = torch.randn(sum(sizes), device=grads[0].device, generator=generator)
+    views = [z.view_as(g) for z, g in zip(draw.split(sizes), grads, strict=True)]
+    torch._foreach_mul_(grads, 1.0 / divide_by)
+    if isinstance(stds, torch.Tensor):
+        draw.mul_(stds * (1.0 / divide_by))
+        torch._foreach_add_(grads, views)
+    elif len(set(stds)) == 1:
+        torch._foreach_add_(grads, views, alpha=stds[0] / divide_by)
+    else:
+        torch._foreach_mul_(views, [std / divide_by for std in stds])
+        torch._foreach_add_(grads, views)

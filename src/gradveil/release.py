@@ -16,7 +16,7 @@ from gradveil.bounds import BoundRule
 from gradveil.clipping import Group, Harvest
 from gradveil.clipping.uses import wide
 from gradveil.randomness import NoiseSource
-from gradveil.records import Release
+from gradveil.records import Release, SideRelease
 from gradveil.strategies import Parameters
 
 # In fixed-variance mode sigma_t = varsigma / S_t; an all-zero batch would make it infinite.
@@ -68,6 +68,28 @@ SENSITIVITY_RULES: dict[str, SensitivityRule] = {
 }
 
 
+@dataclass(frozen=True)
+class NoiseScale:
+    """How much noise a step gets, and why."""
+
+    bounds: tuple[float, ...]
+    sensitivity: tuple[float, ...]
+    sigma: float
+    stds: tuple[float, ...]  # of the noise on each group's sum
+    public: bool  # whether the scale is a function of public values only
+
+
+def noise_scale(plan: Parameters, step: int, facts: StepFacts) -> NoiseScale:
+    """The scale of one step's noise, from its bounds and, for the l2-max strategies, from its norms."""
+    rule = SENSITIVITY_RULES[plan.sensitivity_rule]
+    sensitivity = rule.values(facts)
+    if plan.fixed_variance:
+        sigma = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
+        return NoiseScale(facts.bounds, sensitivity, sigma, (plan.varsigma,) * len(sensitivity), public=True)
+    sigma = plan.sigma(step)
+    return NoiseScale(facts.bounds, sensitivity, sigma, tuple(sigma * s for s in sensitivity), rule.public)
+
+
 def release_gradients(
     *,
     step: int,
@@ -91,37 +113,41 @@ def release_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grads[name] = parameter.grad
-    bounds = rule.bounds(step)
-    sensitivity_rule = SENSITIVITY_RULES[plan.sensitivity_rule]
-    sensitivity = sensitivity_rule.values(StepFacts(bounds, harvest, groups, grads, batch_size))
-    if plan.fixed_variance:
-        stds = (plan.varsigma,) * len(groups)
-        sigma = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
-        public = True
-    else:
-        sigma = plan.sigma(step)
-        stds = tuple(sigma * s for s in sensitivity)
-        public = sensitivity_rule.public
+    scale = noise_scale(plan, step, StepFacts(rule.bounds(step), harvest, groups, grads, batch_size))
     side = rule.side_releases(harvest, noise)
     with torch.no_grad():
-        noised = [(name, std) for group, std in zip(groups, stds, strict=True) for name in group.parameters]
+        noised = [(name, std) for group, std in zip(groups, scale.stds, strict=True) for name in group.parameters]
         if rule.whitening is None:
             noise.add_to([grads[name] for name, _ in noised], [std for _, std in noised], divide_by=batch_size)
         else:
             for name, std in noised:
                 _whitened_noise(name, grads[name], std, batch_size, noise, rule)
-    rule.learn(side, grads, sigma, batch_size)
+    rule.learn(side, grads, scale.sigma, batch_size)
+    return record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
+
+
+def record(
+    step: int,
+    plan: Parameters,
+    scale: NoiseScale,
+    *,
+    sampler: str,
+    sample_rate: float,
+    batch_size: float,
+    side: tuple[SideRelease, ...] = (),
+) -> Release:
+    """The record of a step that was noised by ``scale``."""
     return Release(
         step=step,
         sampler=sampler,
         sample_rate=sample_rate,
         expected_batch_size=batch_size,
-        clip=bounds,
+        clip=scale.bounds,
         sensitivity_rule=plan.sensitivity_rule,
-        sensitivity=sensitivity,
-        sigma=sigma,
-        noise_std=stds,
-        scale_is_public=public,
+        sensitivity=scale.sensitivity,
+        sigma=scale.sigma,
+        noise_std=scale.stds,
+        scale_is_public=scale.public,
         side=side,
     )
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradveil.clipping import on_cuda
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
@@ -38,26 +39,35 @@ from gradveil.clipping.taps import Followed, FunctionTap, LayerTap, ModelHook, O
 from gradveil.clipping.units import Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
+from gradveil.kernels import cuda
 
+_ALL = slice(None)
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
 
 
 class Pass:
     """One forward call of the model with gradients enabled, and the backward pass that follows it."""
 
-    def __init__(self, batch: int, *, empty: bool) -> None:
+    def __init__(self, batch: int, *, empty: bool, present: Tensor | None = None) -> None:
         self.batch = batch
         self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
+        self.present = present  # (batch,) bool: which rows are examples; None: all. The others are padding
         self.calls: dict[Unit, int] = {}  # in the forward pass
         self.recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
         self.clipped: set[Unit] = set()
         self.kept: list[tuple[Unit, Use]] = []
-        self.dropped: list[tuple[slice, Tensor]] = []  # rows, and which of them a unit kept
+        self.lost: Tensor | None = None  # (batch,) int32: 1 where an example was not finite in some group
         self.differentiated = False
 
     def uses(self, unit: Unit) -> int:
         """How often a unit is used. A checkpoint that keeps its graph calls a unit again without using it again."""
         return max(self.calls.get(unit, 0), self.recalls.get(unit, 0))
+
+    def flags(self, device: torch.device) -> Tensor:
+        """Where examples that were not finite are flagged."""
+        if self.lost is None:
+            self.lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
+        return self.lost
 
 
 class Call:
@@ -79,22 +89,37 @@ class Harvest:
     def __init__(self, groups: int) -> None:
         self.examples = 0
         self.passes = 0
-        self.not_finite: Tensor | None = None  # examples that were dropped in some group
+        self.lost: list[Tensor] = []  # flags of the examples that were dropped in some group, a tensor per pass
         self._noted: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(groups)]
+
+    @property
+    def not_finite(self) -> int:
+        """How many examples were dropped in some group."""
+        return int(torch.stack([flags.sum() for flags in self.lost]).sum()) if self.lost else 0
 
     def note(self, group: int, norms: Tensor, weights: Tensor, bound: float) -> None:
         """Norms before clipping, and the weights that clip them to ``bound``."""
         self._noted[group].append((norms, weights, bound))
 
+    def largest_norm(self, group: int) -> Tensor | None:
+        """The largest norm after clipping, on the device; None without examples."""
+        found = [(norms * weights).nan_to_num(0.0).max() for norms, weights, _ in self._noted[group] if len(norms)]
+        return torch.stack(found).max() if found else None
+
     def largest(self, group: int) -> float:
         """The largest norm after clipping."""
-        found = [(norms * weights).nan_to_num(0.0).max() for norms, weights, _ in self._noted[group] if len(norms)]
-        return float(torch.stack(found).max()) if found else 0.0
+        found = self.largest_norm(group)
+        return 0.0 if found is None else float(found)
+
+    def within(self, group: int) -> Tensor | None:
+        """How many examples had a norm within the bound before clipping, on the device; None without examples."""
+        found = [((norms <= bound) & (weights > 0)).sum() for norms, weights, bound in self._noted[group]]
+        return torch.stack(found).sum() if found else None
 
     def count_within(self, group: int) -> int:
         """How many examples had a norm within the bound before clipping."""
-        found = [(norms <= bound).sum() for norms, _, bound in self._noted[group]]
-        return int(torch.stack(found).sum()) if found else 0
+        found = self.within(group)
+        return 0 if found is None else int(found)
 
 
 class Clipper:
@@ -105,7 +130,9 @@ class Clipper:
     ) -> None:
         check_module(module)
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
-        self.bounds: tuple[float, ...] = tuple(bounds)
+        self._device_bounds: dict[torch.device, DeviceBounds] = {}
+        self.bounds = tuple(bounds)
+        self.padding: Tensor | None = None  # which rows of the coming passes are examples (see Pass.present)
         self.whitening: Whitening | None = None
         self.units = find_units(module, groups)
         self.harvest = Harvest(len(groups))
@@ -119,6 +146,22 @@ class Clipper:
         self._quiet = False
         self._watch = OutputWatch()
         self._attach()
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The bound of each group in the coming passes."""
+        return self._bounds
+
+    @bounds.setter
+    def bounds(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        for kept in self._device_bounds.values():
+            kept.set(self._bounds)
+
+    def _bounds_on(self, device: torch.device) -> DeviceBounds:
+        if device not in self._device_bounds:
+            self._device_bounds[device] = DeviceBounds(self._bounds, device)
+        return self._device_bounds[device]
 
     # ---- attaching and detaching
 
@@ -180,7 +223,7 @@ class Clipper:
         if batch > 1 and not self._watch.model_checked:
             self._watch.model_checked = True
             self._check_model(module, args, kwargs, batch)
-        self._current = Pass(batch, empty=False)
+        self._current = Pass(batch, empty=False, present=self.padding)
         return None
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -282,7 +325,7 @@ class Clipper:
             )
         if unit.whole_groups and current.uses(unit) == 1:
             current.clipped.add(unit)
-            sums = self._native_sums(unit, use, current)
+            sums = self._kernel_sums(unit, use, current)
             if sums is None:
                 sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
             sums = [s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
@@ -316,18 +359,13 @@ class Clipper:
                 for (unit, _), sums in zip(work, self._clip_together(work, current), strict=True):
                     for parameter, total in zip(unit.parameters, sums, strict=True):
                         total = total.to(parameter.dtype)
-                        parameter.grad = total if parameter.grad is None else parameter.grad + total
+                        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
         for unit in self.units:
             for parameter in unit.parameters:
                 if parameter.grad is not None:
                     self._stamps[parameter] = _stamp(parameter.grad)
-        if current.dropped and not current.empty:
-            keep = torch.ones(current.batch, dtype=torch.bool, device=current.dropped[0][1].device)
-            for rows, kept in current.dropped:
-                keep[rows] &= kept.to(keep.device)
-            lost = current.batch - keep.sum()
-            self.harvest.not_finite = lost if self.harvest.not_finite is None else self.harvest.not_finite + lost
-        current.dropped = []
+        if current.lost is not None and not current.empty:
+            self.harvest.lost.append(current.lost)
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""
@@ -380,32 +418,49 @@ class Clipper:
             of_group: dict[int, Tensor] = {}
             for group, square in zip(unit.group_of, squares, strict=True):
                 of_group[group] = of_group[group] + square if group in of_group else square
-            found = {g: self._weigh_group(g, s.sqrt(), s.dtype, current) for g, s in of_group.items()}
+            found = {g: self._weigh_group(g, s.sqrt(), s.dtype, current, rows) for g, s in of_group.items()}
             return [found[g] for g in unit.group_of], self._kept(list(found.values()), current, rows)
 
         return weigh
 
-    def _native_sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
+    def _kernel_sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
         """By a compiled kernel, where one fits: one group, nothing whitened, real examples."""
         if self.whitening is not None or current.empty or len(set(unit.group_of)) != 1:
             return None
-        found = use.native_clipped_sums(self._inside(unit.group_of[0], torch.float32))
-        if found is None:
+        group = unit.group_of[0]
+        if use.device.type == "cuda":
+            if not cuda.available():
+                return None
+            bound = self._bounds_on(use.device).inside[group : group + 1]
+            found = on_cuda.clipped(use, cuda.Clip(bound, current.flags(use.device), current.present))
+            if found is None:
+                return None
+            self.harvest.note(group, found.norms, found.weights, self.bounds[group])
+            return found.sums
+        native = use.native_clipped_sums(self._inside(group, torch.float32))
+        if native is None:
             return None
-        sums, squares = found
-        weights = self._weigh_group(unit.group_of[0], squares.sqrt(), torch.float32, current)
+        sums, squares = native
+        weights = self._weigh_group(group, squares.sqrt(), torch.float32, current)
         self._kept([weights], current, slice(None))
         return sums
 
     def _inside(self, group: int, dtype: torch.dtype) -> float:
         """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""
-        return self.bounds[group] * (1.0 - 16.0 * torch.finfo(dtype).eps)
+        return self.bounds[group] * _inside(dtype)
 
-    def _weigh_group(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass) -> Tensor:
-        """min(1, C / norm) per example; 0 for a norm that is not finite, and for the stand-in of an empty batch."""
+    def _weigh_group(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice = _ALL) -> Tensor:
+        """min(1, C / norm) per example; 0 for a norm that is not finite, for padding, and for an empty batch."""
         if current.empty:
             return torch.zeros_like(norms)
-        weights = (self._inside(group, dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        bound: float | Tensor
+        if norms.is_cuda:
+            bound = self._bounds_on(norms.device).exact[group] * _inside(dtype)
+        else:
+            bound = self._inside(group, dtype)
+        weights = (bound / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        if current.present is not None:
+            weights = weights * current.present[rows]
         self.harvest.note(group, norms, weights, self.bounds[group])
         return weights
 
@@ -416,8 +471,31 @@ class Clipper:
             keep = keep & (other > 0)
         if keep.device.type == "cpu" and bool(keep.all()):
             return None
-        current.dropped.append((rows, keep))
+        lost = ~keep if current.present is None else ~keep & current.present[rows]
+        current.flags(keep.device)[rows] |= lost
         return keep
+
+
+class DeviceBounds:
+    """The bounds on a device, written in place: kernels, and captured graphs, read them when they run."""
+
+    def __init__(self, bounds: Sequence[float], device: torch.device) -> None:
+        self.exact = torch.empty(len(bounds), dtype=torch.float64, device=device)
+        self.inside = torch.empty(len(bounds), dtype=torch.float32, device=device)  # float32, rounding margin taken off
+        self._held: tuple[float, ...] = ()
+        self.set(bounds)
+
+    def set(self, bounds: Sequence[float]) -> None:
+        if tuple(bounds) == self._held:
+            return
+        self._held = tuple(bounds)
+        values = torch.tensor(self._held, dtype=torch.float64, pin_memory=self.exact.is_cuda)
+        self.exact.copy_(values, non_blocking=True)
+        self.inside.copy_(self.exact * _inside(torch.float32))
+
+
+def _inside(dtype: torch.dtype) -> float:
+    return 1.0 - 16.0 * torch.finfo(dtype).eps
 
 
 def _stamp(grad: Tensor) -> tuple[int, int]:

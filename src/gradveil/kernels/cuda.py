@@ -1,0 +1,229 @@
+"""Triton kernels for CUDA: per-example norms, clip weights and clipped sums in few launches, without waiting.
+
+    clip_rows          gradients that are there per example (norm layers): norms and weights, then weighted sums
+    clip_rank_one      a linear layer on one position: norms from the factors, and scaled copies of the factors
+    clip_gram          a linear layer on a sequence: norms from products of positions, and scaled copies
+    clip_convolution   per-example weight gradients by an implicit product, clipped on the way to the sum
+    norm_moments       per-example gradients of a normalisation's scale and shift
+
+What holds for all of them:
+
+- ``bound`` is a tensor of one element on the device, read when the kernel runs: a captured graph follows a schedule.
+- An example whose squared norm is not finite gets weight 0, adds exactly nothing (its numbers are left out, not
+  multiplied by 0) and is flagged in ``lost``. So is one that ``present`` leaves out (padding), which is not flagged.
+- No atomics: the same input gives the same bits, since a repeated step of a seeded run must repeat itself.
+- Nothing is read back to the host and no shape depends on data, so every call can be captured in a CUDA graph.
+- Sums of squares are accumulated in float32 in blocks; the Gram form adds a bound on its rounding error, so that a norm
+  is never underestimated by more than the margin the clipper leaves below its bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from gradveil.kernels import _triton
+except ImportError:  # CPU builds of torch come without Triton
+    _triton: Any = None  # type: ignore[no-redef]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the kernels need to know of a group's clipping in this pass, and where they flag what was lost."""
+
+    bound: Tensor  # (1,) float32: the norm to clip to
+    lost: Tensor  # (B,) int32: set to 1 where an example is not finite
+    present: Tensor | None  # (B,) bool: False for padding
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Clipped sums (one per parameter), norms before clipping and weights per example."""
+
+    sums: list[Tensor]
+    norms: Tensor
+    weights: Tensor
+
+
+def available() -> bool:
+    return _triton is not None
+
+
+# Elements of per-example convolution gradients held at a time: 64 MiB.
+GRADIENT_ELEMENTS = 1 << 24
+
+
+def _outputs(examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    both = torch.empty(2, examples, dtype=torch.float32, device=device)
+    return both[0], both[1]
+
+
+def _pieces(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _block(size: int, largest: int) -> int:
+    return max(16, min(largest, 1 << max(0, size - 1).bit_length()))
+
+
+def _add_weighted(rows: Sequence[Tensor], weights: Tensor, out: Sequence[Tensor], *, add: bool) -> None:
+    first, second = rows[0], rows[-1]
+    examples, size1, size2 = len(first), first[0].numel(), second[0].numel()
+    block = _block(size1, 128)
+    blocks1, two = _pieces(size1, block), len(rows) == 2
+    _triton.weighted_columns[(blocks1 + (_pieces(size2, block) if two else 0),)](
+        first, second, weights, out[0], out[-1], examples, size1, size2, blocks1,
+        TWO=two, ADD=add, BLOCK_B=_block(examples, 32), BLOCK_P=block, num_warps=4,
+    )  # fmt: skip
+
+
+def clip_rows(grads: Sequence[Tensor], clip: Clip) -> Clipped:
+    """Per-example gradients (B, *P) of one or two parameters, clipped together."""
+    first, second, two = grads[0].contiguous(), grads[-1].contiguous(), len(grads) == 2
+    examples, size1, size2 = len(first), first[0].numel(), second[0].numel()
+    norms, weights = _outputs(examples, first.device)
+    _triton.row_weights[(examples,)](
+        first, second, size1, size2, clip.bound, clip.present, norms, weights, clip.lost,
+        TWO=two, HAS_PRESENT=clip.present is not None, BLOCK=_block(size1, 2048), num_warps=4,
+    )  # fmt: skip
+    rows = [first, second] if two else [first]
+    sums = [torch.empty(g.shape[1:], dtype=torch.float32, device=g.device) for g in rows]
+    _add_weighted(rows, weights, sums, add=False)
+    return Clipped(sums, norms, weights)
+
+
+def clip_rank_one(x_BD: Tensor, g_BO: Tensor, clip: Clip, *, weight: bool, bias: bool) -> Clipped:
+    """A linear layer on one position per example."""
+    x, g = x_BD.contiguous(), g_BO.contiguous()
+    examples, inputs, outputs = len(x), x.shape[1], g.shape[1]
+    norms, weights = _outputs(examples, x.device)
+    g_out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
+    x_out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if weight else g_out
+    _triton.rank_one[(examples,)](
+        x, g, x_out, g_out, inputs, outputs, clip.bound, clip.present, norms, weights, clip.lost,
+        HAS_WEIGHT=weight, HAS_BIAS=bias, HAS_PRESENT=clip.present is not None,
+        BLOCK=_block(max(inputs, outputs), 1024), num_warps=4,
+    )  # fmt: skip
+    return Clipped(_contracted(x_out, g_out, weight=weight, bias=bias), norms, weights)
+
+
+def clip_gram(x_BTD: Tensor, g_BTO: Tensor, clip: Clip, *, weight: bool, bias: bool) -> Clipped:
+    """A linear layer on T positions per example."""
+    x, g = x_BTD.contiguous(), g_BTO.contiguous()
+    examples, positions, inputs = x.shape
+    outputs = g.shape[2]
+    tile = 64 if positions > 256 else 32 if positions > 16 else 16
+    tiles = _pieces(positions, tile)
+    partials = torch.empty(examples * tiles * (tiles + 1), dtype=torch.float32, device=x.device)
+    shares, lengths = partials[: examples * tiles * tiles], partials[examples * tiles * tiles :]
+    _triton.gram_partials[(examples, tiles, tiles)](
+        x, g, shares, lengths, positions, inputs, outputs, tiles,
+        HAS_WEIGHT=weight, HAS_BIAS=bias, BLOCK_T=tile, BLOCK_D=32, num_warps=4,
+    )  # fmt: skip
+    norms, weights = _outputs(examples, x.device)
+    g_out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
+    x_out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if weight else g_out
+    x_size, g_size = positions * inputs, positions * outputs
+    pieces = min(64, _pieces(max(x_size, g_size), 4096))
+    _triton.gram_scale[(examples, pieces)](
+        x, g, x_out, g_out, shares, lengths, x_size, g_size, tiles, 32.0 * torch.finfo(torch.float32).eps,
+        clip.bound, clip.present, norms, weights, clip.lost,
+        HAS_WEIGHT=weight, HAS_PRESENT=clip.present is not None,
+        TILES=_block(tiles, 1 << 20), PAIRS=_block(tiles * tiles, 1 << 20), BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return Clipped(_contracted(x_out.flatten(0, 1), g_out.flatten(0, 1), weight=weight, bias=bias), norms, weights)
+
+
+def _contracted(x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> list[Tensor]:
+    """g^T x and the column sums of g, in full float32: with rounded factors a contribution could exceed its bound."""
+    found = []
+    if weight:
+        before = torch.backends.cuda.matmul.allow_tf32
+        if before:
+            torch.backends.cuda.matmul.allow_tf32 = False
+        found.append(g.mT @ x)
+        if before:
+            torch.backends.cuda.matmul.allow_tf32 = True
+    return found + ([g.sum(0)] if bias else [])
+
+
+def clip_convolution(
+    field: Tensor,
+    map_: Tensor,
+    clip: Clip,
+    *,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    bias: bool,
+) -> Clipped:
+    """A two-dimensional convolution of field (B, C, H, W), whose output gradient is map_ (B, O, H', W').
+
+    The product runs on tensor cores where the user lets convolutions do so (torch.backends.cudnn.allow_tf32), as the
+    ordinary gradient does; norms are of the gradients that came out, so nothing is underestimated.
+    """
+    examples, all_channels, height, width = field.shape
+    all_outputs, map_height, map_width = map_.shape[1:]
+    channels, outputs, taps = all_channels // groups, all_outputs // groups, math.prod(kernel)
+    size, pixels = channels * taps, map_height * map_width
+    block_o, block_n, block_l = _block(outputs, 64), _block(size, 128), _block(pixels, 32)
+    tiles_o, tiles_n = _pieces(outputs, block_o), _pieces(size, block_n)
+    tiles = tiles_o * tiles_n
+    norms, weights = _outputs(examples, field.device)
+    sums = [torch.empty(all_outputs, size, dtype=torch.float32, device=field.device)]
+    if bias:
+        sums.append(torch.empty(all_outputs, dtype=torch.float32, device=field.device))
+    at_once = max(1, min(examples, GRADIENT_ELEMENTS // (all_outputs * size)))
+    for start in range(0, examples, at_once):
+        part = slice(start, min(start + at_once, examples))
+        count = part.stop - part.start
+        x, g = field[part], map_[part]
+        grads = torch.empty(count, all_outputs, size, dtype=torch.float32, device=field.device)
+        biases = torch.empty(count, all_outputs, dtype=torch.float32, device=field.device) if bias else grads
+        partials = torch.empty(count, groups * tiles, dtype=torch.float32, device=field.device)
+        _triton.conv_gradients[(count * tiles, groups)](
+            x, g, grads, biases, partials, channels, outputs, height, width, map_width, pixels, taps, kernel[1],
+            *x.stride(), *g.stride(), *stride, *padding, *dilation, tiles_o, tiles_n,
+            HAS_BIAS=bias, PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
+            BLOCK_O=block_o, BLOCK_N=block_n, BLOCK_L=block_l, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        _triton.partial_weights[(count,)](
+            partials, groups * tiles, clip.bound, None if clip.present is None else clip.present[part],
+            norms[part], weights[part], clip.lost[part],
+            HAS_PRESENT=clip.present is not None, BLOCK=_block(groups * tiles, 1 << 20), num_warps=1,
+        )  # fmt: skip
+        _add_weighted([grads, biases] if bias else [grads], weights[part], sums, add=start > 0)
+    return Clipped([sums[0].view(all_outputs, channels, *kernel), *sums[1:]], norms, weights)
+
+
+def channel_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-example gradients (B, C) of a group norm's scale and shift; x and g are (B, C, ...), mean (B, groups)."""
+    x, g = x.contiguous(), g.contiguous()
+    examples, channels = x.shape[:2]
+    pixels = x[0, 0].numel()
+    both = torch.empty(2, examples, channels, dtype=torch.float32, device=x.device)
+    _triton.channel_moments[(examples * channels,)](
+        x, g, mean, rstd, both[0], both[1], pixels, channels, channels // mean.shape[1],
+        BLOCK=_block(pixels, 1024), num_warps=4 if pixels > 256 else 1,
+    )  # fmt: skip
+    return both[0], both[1]
+
+
+def feature_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Per-example gradients (B, D) of a layer norm's scale and shift; x and g are (B, ..., D), mean (B, ..., 1)."""
+    x, g = x.contiguous(), g.contiguous()
+    examples = len(x)
+    positions = x.numel() // max(1, examples * features)
+    both = torch.empty(2, examples, features, dtype=torch.float32, device=x.device)
+    _triton.feature_moments[(examples, _pieces(features, 64))](
+        x, g, mean, rstd, both[0], both[1], positions, features, BLOCK_T=_block(positions, 32), BLOCK_D=64, num_warps=4
+    )
+    return both[0], both[1]
