@@ -1,118 +1,48 @@
 """Seconds and memory of one private step beside one plain SGD step, interleaved in one run.
 
-    python benchmarks/speed.py --device cpu --seconds 20 --out benchmarks/results/speed_cpu.json
+    python benchmarks/speed.py --device cpu --seconds 15 --out benchmarks/results/speed_cpu.json
+    python benchmarks/speed.py --device cuda --seconds 5 --out benchmarks/results/speed_cuda.json
 
-Each workload runs plain SGD, gradveil per layer and flat, and every mode of Opacus where it is installed; steps
-take turns, so that a busy machine slows all of them alike. Medians and quartiles; ratios are of medians. Peak memory
-is that of one step above the resting level (CUDA only).
+Each workload runs in every mode of modes.py: plain SGD, gradveil per layer and flat, with and without compiled
+kernels, in channels_last, every mode of Opacus, and JAX-Privacy. Steps take turns, so that a busy machine slows all of
+them alike; a mode that is many times slower than plain SGD takes fewer turns. A short step is taken twice in its turn
+and the second is timed: nobody pays for the caches that the mode before left cold. Medians and quartiles; ratios are
+of medians. Peak memory: on CUDA that of one step above the resting level, on the CPU see memory.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import memory
 import torch
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from jax_peer import LeftOut
+from machine import description, write
+from modes import MODES, Step, default_modes
 from workloads import WORKLOADS, Workload
 
-import gradveil
-from gradveil.kernels import native
-
-Step = Callable[[], None]
-
-
-def plain(w: Workload, device: str) -> Step:
-    model = w.make().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = w.data(device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def private(w: Workload, device: str, clipping: str) -> Step:
-    """The user's loop on a fixed batch; sampling is left out of both sides."""
-    model = w.make().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = w.data(device)
-    engine = gradveil.PrivacyEngine(
-        strategy="baseline", clip=1.0, sigma=1.0, steps=10**7, delta=1e-9, clipping=clipping
-    )
-    model, optimizer, _ = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=TensorDataset(x, y), batch_size=w.batch
-    )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the batch is fed by hand: only speed is measured here
-            optimizer.step()
-
-    return step
-
-
-def opacus(w: Workload, device: str, mode: str) -> Step:
-    from opacus import PrivacyEngine
-
-    model = w.make().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = w.data(device)
-    loader = DataLoader(TensorDataset(x, y), batch_size=w.batch)
-    criterion: Any = torch.nn.CrossEntropyLoss()
-    settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
-    found = PrivacyEngine().make_private(
-        module=model, optimizer=optimizer, data_loader=loader, grad_sample_mode=mode, criterion=criterion, **settings
-    )
-    model, optimizer = found[0], found[1]
-    criterion = found[2] if mode == "ghost" else criterion
-
-    def step() -> None:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-MODES: dict[str, Callable[[Workload, str], Step]] = {
-    "sgd": plain,
-    "gradveil per-layer": lambda w, d: private(w, d, "per-layer"),
-    "gradveil flat": lambda w, d: private(w, d, "flat"),
-    "opacus hooks": lambda w, d: opacus(w, d, "hooks"),
-    "opacus functorch": lambda w, d: opacus(w, d, "functorch"),
-    "opacus ew": lambda w, d: opacus(w, d, "ew"),
-    "opacus ghost": lambda w, d: opacus(w, d, "ghost"),
-}
+PATIENCE = 5  # a mode takes every k-th turn if a step of it takes 5 k times a plain one
+LEAST = 5  # samples of each mode that takes every turn, 3 of the others
+SHORT = 0.05  # seconds
+ON_CUDA = "highest allocation during one step above the allocation before it"
 
 
 def timed(step: Step, device: str) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    own = step()
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - start if own is None else own
 
 
-def peak_bytes(step: Step, device: str) -> int | None:
-    if device == "cpu":
-        return None
+def cuda_peak_bytes(step: Step) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -121,67 +51,104 @@ def peak_bytes(step: Step, device: str) -> int | None:
     return int(torch.cuda.max_memory_allocated() - before)
 
 
-def measure(w: Workload, device: str, seconds: float, modes: list[str]) -> dict[str, Any]:
+def peaks(w: Workload, device: str, steps: dict[str, Step], can_measure: bool) -> dict[str, int | None]:
+    found: dict[str, int | None] = dict.fromkeys(steps)
+    for name, step in steps.items():
+        if device != "cpu":
+            found[name] = cuda_peak_bytes(step)
+        elif can_measure and MODES[name].memory:
+            measured = memory.peak_bytes(w.name, name, torch.get_num_threads())
+            found[name] = measured if isinstance(measured, int) else None
+    return found
+
+
+def prepare(w: Workload, device: str, modes: list[str]) -> tuple[dict[str, Step], dict[str, float], dict[str, str]]:
+    """Warm steps, about how long each takes, and what was left out or failed."""
     steps: dict[str, Step] = {}
+    about: dict[str, float] = {}
     failed: dict[str, str] = {}
     for name in modes:
         try:
-            step = MODES[name](w, device)
-            for _ in range(3):
-                step()
+            step = MODES[name].make(w, device)
+            timed(step, device)  # compiles, allocates, learns
+            about[name] = timed(step, device)
+            if about[name] < 1.0:
+                about[name] = min(about[name], timed(step, device))
             steps[name] = step
+        except LeftOut as reason:
+            failed[name] = f"left out: {reason}"
         except Exception as error:  # a peer's mode that does not take this model is a result, not a failure of ours
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else repr(error)
+    return steps, about, failed
+
+
+def measure(w: Workload, device: str, seconds: float, modes: list[str], can_measure: bool) -> dict[str, Any]:
+    steps, about, failed = prepare(w, device, modes)
+    memory_of = peaks(w, device, steps, can_measure)
+    every = {name: max(1, int(about[name] / (PATIENCE * about["sgd"]))) for name in steps}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    memory = {name: peak_bytes(step, device) for name, step in steps.items()}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["sgd"]) < 5:
+    end, turn = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or any(len(t) < (LEAST if every[n] == 1 else 3) for n, t in times.items()):
         for name, step in steps.items():
-            times[name].append(timed(step, device))
-    base = statistics.median(times["sgd"])
-    rows = {
-        name: {
-            "median_ms": round(1e3 * statistics.median(t), 4),
+            if turn % every[name] == 0:
+                if about[name] < SHORT:
+                    step()
+                times[name].append(timed(step, device))
+        turn += 1
+    middle = {name: statistics.median(t) for name, t in times.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, t in times.items():
+        base = MODES[name].base if MODES[name].base in middle else "sgd"
+        rows[name] = {
+            "median_ms": round(1e3 * middle[name], 4),
             "quartiles_ms": [round(1e3 * q, 4) for q in statistics.quantiles(t, n=4)[::2]],
-            "ratio": round(statistics.median(t) / base, 3),
+            "ratio": round(middle[name] / middle["sgd"], 3),
+            "base": base,
+            "ratio_to_base": round(middle[name] / middle[base], 3),
             "n": len(t),
-            "peak_bytes": memory[name],
+            "peak_bytes": memory_of[name],
         }
-        for name, t in times.items()
-    }
-    return {"what": w.what, "batch": w.batch, "rows": rows, "failed": failed}
+        note = getattr(steps[name], "note", None)
+        if note:
+            rows[name]["note"] = note
+    found = {"what": w.what, "batch": w.batch, "rows": rows, "failed": failed}
+    versions = [s.versions for s in steps.values() if hasattr(s, "versions")]
+    for step in steps.values():
+        if hasattr(step, "close"):
+            step.close()
+    return found | ({"versions": versions[0]} if versions else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per workload")
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--seconds", type=float, default=15.0, help="per workload, at least")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="W")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=f"of: {', '.join(MODES)}")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory of the CPU")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    modes = args.modes or default_modes(args.device)
+    modes = ["sgd", *(m for m in modes if m != "sgd")]  # everything is compared with it
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", module="opacus|torch")
-    found = {}
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus's hooks on the first layer
+    cuda = args.device != "cpu"
+    reason = None if cuda else "left out" if args.no_memory else memory.why_not()
+    found: dict[str, Any] = {}
     for name in args.workloads:
-        found[name] = measure(WORKLOADS[name], args.device, args.seconds, args.modes)
+        found[name] = measure(WORKLOADS[name], args.device, args.seconds, modes, reason is None)
         ratios = {k: r["ratio"] for k, r in found[name]["rows"].items()}
         print(name, found[name]["rows"]["sgd"]["median_ms"], "ms", ratios, found[name]["failed"], flush=True)
         results = {
             "what": "one step: forward, backward, noise and update; fixed batch, no sampling",
-            "machine": torch.cuda.get_device_name() if args.device != "cpu" else f"CPU, {args.threads} threads",
-            "clipping": native.status() if args.device == "cpu" else "PyTorch on CUDA, eager",
-            "versions": {
-                "gradveil": gradveil.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "command": "python " + " ".join(Path(a).name if "/" in a else a for a in sys.argv),
-            "workloads": found,
+            "memory": ON_CUDA if cuda else memory.WHAT if reason is None else f"not measured: {reason}",
+            **description(args.device, args.threads),
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        for workload in found.values():
+            results["versions"] |= workload.pop("versions", {})
+        write(args.out, results | {"workloads": found})
 
 
 if __name__ == "__main__":

@@ -77,10 +77,14 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """d = 256, 4 blocks, 65 tokens: 64 patches of 4x4 and a class token."""
+    """d = 256, 4 blocks, 65 tokens: 64 patches of 4x4 and a class token.
 
-    def __init__(self) -> None:
+    ``expand`` looks every example's positions up by itself: the same numbers, in a form that Opacus takes.
+    """
+
+    def __init__(self, *, expand: bool = False) -> None:
         super().__init__()
+        self.expand = expand
         self.patch = nn.Conv2d(3, 256, 4, 4)
         self.position = nn.Embedding(65, 256)
         self.blocks = nn.Sequential(*(Block(256) for _ in range(4)))
@@ -89,7 +93,8 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patch(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([tokens.new_zeros(len(x), 1, 256), tokens], 1)
-        tokens = tokens + self.position(torch.arange(65, device=x.device))
+        index = torch.arange(65, device=x.device)
+        tokens = tokens + self.position(index.expand(len(x), 65) if self.expand else index)
         return self.head(self.norm(self.blocks(tokens))[:, 0])
 
 
@@ -101,6 +106,11 @@ class Workload:
     shape: tuple[int, ...]
     classes: int
     batch: int
+    make_for_opacus: Callable[[], nn.Module] | None = None  # the same network, where Opacus needs it written otherwise
+
+    @property
+    def images(self) -> bool:
+        return len(self.shape) == 3
 
     def data(self, device: str = "cpu", batches: int = 1) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -124,7 +134,15 @@ WORKLOADS = {
             100,
         ),
         Workload("W5", "WRN-16-4, GroupNorm, 32x32x3", wide_resnet, (3, 32, 32), 10, 64),
-        Workload("W6", "ViT d=256, 4 blocks, 65 tokens", VisionTransformer, (3, 32, 32), 10, 64),
+        Workload(
+            "W6",
+            "ViT d=256, 4 blocks, 65 tokens",
+            VisionTransformer,
+            (3, 32, 32),
+            10,
+            64,
+            make_for_opacus=lambda: VisionTransformer(expand=True),
+        ),
         Workload("P1", "the paper's CNN, 28x28x1", lambda: paper_cnn((1, 28, 28), 10), (1, 28, 28), 10, 600),
         Workload("P2", "the paper's MLP, 600", lambda: paper_mlp(600, 10), (600,), 10, 100),
     )

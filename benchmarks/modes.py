@@ -1,0 +1,159 @@
+"""The ways of taking one training step that are measured beside each other: one function each.
+
+A mode is made from a workload and a device and gives a step: a callable that takes one step on a fixed batch. It
+returns None, or the seconds it took where it measured them itself, in another process. A mode that does not apply to
+a workload, or whose library is not there, raises :class:`LeftOut` with the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jax_peer import JaxStep, LeftOut
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from workloads import Workload
+
+import gradveil
+from gradveil.kernels import native
+
+Step = Callable[[], float | None]
+
+
+def _model_and_data(w: Workload, device: str, channels_last: bool) -> tuple[nn.Module, Tensor, Tensor]:
+    model = w.make().to(device)
+    x, y = w.data(device)
+    if channels_last:
+        if not w.images:
+            raise LeftOut("no images: there are no channels to put last")
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    return model, x, y
+
+
+def plain(w: Workload, device: str, *, channels_last: bool = False) -> Step:
+    model, x, y = _model_and_data(w, device, channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def private(w: Workload, device: str, clipping: str, *, channels_last: bool = False) -> Step:
+    """The user's loop on a fixed batch; sampling is left out of both sides."""
+    model, x, y = _model_and_data(w, device, channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = gradveil.PrivacyEngine(
+        strategy="baseline", clip=1.0, sigma=1.0, steps=10**7, delta=1e-9, clipping=clipping
+    )
+    model, optimizer, _ = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=TensorDataset(x, y), batch_size=w.batch
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the batch is fed by hand: only speed is measured here
+            optimizer.step()
+
+    return step
+
+
+@contextmanager
+def pure_pytorch() -> Iterator[None]:
+    """What GRADVEIL_NATIVE=0 chooses, switched inside a process: no compiled kernel is found."""
+    names = [name for name in ("kernels", "_load") if hasattr(native, name)]
+    found = {name: getattr(native, name) for name in names}
+    stand_ins: dict[str, Any] = {"kernels": lambda: None, "_load": lambda: (None, "PyTorch (chosen by the benchmark)")}
+    for name in names:
+        setattr(native, name, stand_ins[name])
+    try:
+        yield
+    finally:
+        for name, own in found.items():
+            setattr(native, name, own)
+
+
+def private_pure(w: Workload, device: str, clipping: str) -> Step:
+    """The same step as ``private`` without compiled kernels, made and taken so."""
+    if native.kernels() is None:
+        raise LeftOut(f"the other rows are pure PyTorch already: {native.status()}")
+    with pure_pytorch():
+        inner = private(w, device, clipping)
+
+    def step() -> None:
+        with pure_pytorch():
+            inner()
+
+    return step
+
+
+def opacus(w: Workload, device: str, mode: str) -> Step:
+    try:
+        from opacus import PrivacyEngine
+    except ImportError as error:
+        raise LeftOut(f"Opacus is not installed ({error})") from error
+    model = (w.make_for_opacus or w.make)().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = w.data(device)
+    loader = DataLoader(TensorDataset(x, y), batch_size=w.batch)
+    criterion: Any = nn.CrossEntropyLoss()
+    settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    found = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, grad_sample_mode=mode, criterion=criterion, **settings
+    )
+    model, optimizer = found[0], found[1]
+    criterion = found[2] if mode == "ghost" else criterion
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def jax(w: Workload, device: str, *, private: bool) -> Step:
+    """A step in a process of its own, which takes its turn when told to. ``private`` is JAX-Privacy's clipped_grad."""
+    return JaxStep(w, threads=torch.get_num_threads(), private=private)
+
+
+@dataclass(frozen=True)
+class Mode:
+    make: Callable[[Workload, str], Step]
+    base: str = "sgd"  # the plain step that it is compared with, beside "sgd"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    memory: bool = True  # whether its peak memory is measured on the CPU
+    imports: tuple[str, ...] = ()  # loaded before memory is first looked at
+
+
+CPU = ("cpu",)
+LAST = "sgd, channels_last"
+MODES: dict[str, Mode] = {
+    "sgd": Mode(plain),
+    "gradveil per-layer": Mode(lambda w, d: private(w, d, "per-layer")),
+    "gradveil per-layer, pure PyTorch": Mode(lambda w, d: private_pure(w, d, "per-layer"), devices=CPU),
+    "gradveil flat": Mode(lambda w, d: private(w, d, "flat")),
+    LAST: Mode(lambda w, d: plain(w, d, channels_last=True), base=LAST),
+    "gradveil per-layer, channels_last": Mode(lambda w, d: private(w, d, "per-layer", channels_last=True), base=LAST),
+    "opacus hooks": Mode(lambda w, d: opacus(w, d, "hooks"), imports=("opacus",)),
+    "opacus functorch": Mode(lambda w, d: opacus(w, d, "functorch"), imports=("opacus",), memory=False),
+    "opacus ew": Mode(lambda w, d: opacus(w, d, "ew"), imports=("opacus",), memory=False),
+    "opacus ghost": Mode(lambda w, d: opacus(w, d, "ghost"), imports=("opacus",)),
+    "jax sgd": Mode(lambda w, d: jax(w, d, private=False), base="jax sgd", devices=CPU, memory=False),
+    "jax-privacy": Mode(lambda w, d: jax(w, d, private=True), base="jax sgd", devices=CPU, memory=False),
+}
+
+
+def default_modes(device: str) -> list[str]:
+    return [name for name, mode in MODES.items() if device.partition(":")[0] in mode.devices]
