@@ -22,11 +22,12 @@ from gradveil.strategies import Strategy
 from gradveil.version import __version__
 
 if TYPE_CHECKING:
+    from gradveil.captured import capture
     from gradveil.clipping import fix
     from gradveil.engine import PrivacyEngine
 
 # Loaded at first use: they import torch, which a command like `gradveil strategies` does not need.
-_LAZY = {"PrivacyEngine": "gradveil.engine", "fix": "gradveil.clipping"}
+_LAZY = {"PrivacyEngine": "gradveil.engine", "capture": "gradveil.captured", "fix": "gradveil.clipping"}
 
 __all__ = [
     "BudgetExhausted",
@@ -45,6 +46,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "__version__",
+    "capture",
     "fix",
 ]
 

@@ -166,12 +166,13 @@ class WhitenedBounds(BoundRule):
         self._refresh()
 
     def _refresh(self) -> None:
-        self.whitening = {}
+        """The scales that follow from the spreads; written in place, for a captured pass reads them where they are."""
+        if self.whitening is None:
+            self.whitening = {n: (self.mean[n], torch.empty_like(s)) for n, s in self.spread.items()}
         for group in self.groups:
             total = sum(self.spread[n].sum() for n in group.parameters) + torch.zeros(())
             for n in group.parameters:
-                scale = (self.spread[n] * total.to(self.spread[n])).sqrt()
-                self.whitening[n] = (self.mean[n], scale)
+                self.whitening[n][1].copy_((self.spread[n] * total.to(self.spread[n])).sqrt())
 
     def bounds(self, step: int) -> tuple[float, ...]:
         return (1.0,) * len(self.groups)
@@ -187,18 +188,18 @@ class WhitenedBounds(BoundRule):
             mean, scale = self.whitening[name]
             noise_variance = (scale * (sigma / batch_size)) ** 2
             variance = ((grad - mean) ** 2 - noise_variance).clamp(self.h1, self.h2)
-            self.spread[name] = (self.beta2 * self.spread[name] ** 2 + (1 - self.beta2) * variance).sqrt()
-            self.mean[name] = self.beta1 * mean + (1 - self.beta1) * grad
+            self.spread[name].copy_((self.beta2 * self.spread[name] ** 2 + (1 - self.beta2) * variance).sqrt())
+            self.mean[name].copy_(self.beta1 * mean + (1 - self.beta1) * grad)
         self._refresh()
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = {f"mean.{n}": t for n, t in self.mean.items()}
-        return state | {f"spread.{n}": t for n, t in self.spread.items()}
+        state = {f"mean.{n}": t.clone() for n, t in self.mean.items()}
+        return state | {f"spread.{n}": t.clone() for n, t in self.spread.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name in self.mean:
-            self.mean[name] = state[f"mean.{name}"].to(self.mean[name])
-            self.spread[name] = state[f"spread.{name}"].to(self.spread[name])
+            self.mean[name].copy_(state[f"mean.{name}"])
+            self.spread[name].copy_(state[f"spread.{name}"])
         self._refresh()
 
 

@@ -18,7 +18,8 @@ import atexit
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,12 +39,12 @@ from gradveil.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from gradveil.guards import BatchGuard, BudgetGuard, RepeatGuard, salt
+from gradveil.guards import AwaitedRelease, BatchGuard, BudgetGuard, RepeatGuard, fingerprint_sums, salt
 from gradveil.ledger import Ledger
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release, RunHeader
 from gradveil.release import release_gradients
-from gradveil.sampling import Indices, PrivateLoader, Sampling, check_loader
+from gradveil.sampling import Indices, PrivateLoader, Sampling, Ticket, check_loader
 from gradveil.schedules import Schedule
 from gradveil.strategies import Parameters, Strategy, parameters
 from gradveil.version import __version__
@@ -153,6 +154,10 @@ class PrivacyEngine:
         self._ledger: Ledger | None = None
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._not_finite = 0
+        self._noised_already = False
+        self._awaited: AwaitedRelease | None = None
+        self.loops = 0  # over the loader
+        self.lost_elsewhere: Callable[[], list[Tensor]] = list  # counts that a captured step keeps on the device
         self._lost: list[Tensor] = []  # flags of examples that were not finite, not yet read from the device
         self._generators: dict[torch.device, torch.Generator] = {}
         if self.run_dir is not None and not resume and (self.run_dir / ledgers.FILE_NAME).exists():
@@ -350,6 +355,7 @@ class PrivacyEngine:
 
     def _start_iteration(self) -> None:
         """A new loop over the loader starts clean: nothing of an abandoned batch may enter the next release."""
+        self.loops += 1
         self._batch.clear()
         self._parts.clear()
         for parameter in self.parameters.values():
@@ -358,6 +364,8 @@ class PrivacyEngine:
             self._clipper.start_step()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._noised_already:
+            return
         if kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args):
             raise PrivacyViolation(
                 "optimizer.step was called with a closure, which computes gradients anew after the noise was added: "
@@ -371,8 +379,7 @@ class PrivacyEngine:
             self._release()
         else:
             self._average_parts()
-            self.step += 1
-        self._batch.clear()
+            self.count_plain_step()
 
     def _put_aside_part(self) -> None:
         """A physical part of a batch: keep its sums, and leave the optimizer nothing to update with."""
@@ -409,7 +416,10 @@ class PrivacyEngine:
         """Noise on the gradients, and its record."""
         assert self._clipper is not None
         self._clipper.check_untouched()
-        sampler = self.check_step(self._clipper.harvest)
+        self._noise_and_record(self._clipper.harvest)
+
+    def _noise_and_record(self, harvest: Harvest) -> None:
+        sampler = self.check_step(harvest)
         self._take_up_parts()
         release = release_gradients(
             step=self.step,
@@ -417,7 +427,7 @@ class PrivacyEngine:
             rule=self.rule,
             groups=self.groups,
             parameters=self.parameters,
-            harvest=self._clipper.harvest,
+            harvest=harvest,
             noise=self.noise(),
             sampler=sampler,
             sample_rate=self.sampling.rate,
@@ -425,7 +435,7 @@ class PrivacyEngine:
         )
         if self._run_key.seeded:
             release = replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
-        self.take_step(release, self._clipper.harvest)
+        self.take_step(release, harvest)
 
     def noise(self) -> NoiseSource:
         """The noise of the current step."""
@@ -443,12 +453,20 @@ class PrivacyEngine:
         self._budget.check(ledger.header, ledger.releases, self.step, sampler)
         return sampler
 
-    def take_step(self, release: Release, harvest: Harvest) -> None:
-        """The step is noised: write it down, and make ready for the next."""
+    def take_step(self, release: Release, harvest: Harvest, digest: Tensor | None = None) -> None:
+        """The step is noised: write it down, and make ready for the next.
+
+        A ``digest`` on the device is read when the ledger is next looked at: the GPU goes on meanwhile.
+        """
         assert self._clipper is not None
-        self._open().append(release)
+        ledger = self._open()
+        if digest is None:
+            ledger.append(release)
+        else:
+            self._awaited = AwaitedRelease(release, digest)
         self._count_not_finite(harvest.lost)
         self.step += 1
+        self._batch.clear()
         self._clipper.start_step()
         self._clipper.whitening = self.rule.whitening
         if self.step < self.plan.steps:
@@ -456,11 +474,11 @@ class PrivacyEngine:
 
     def _count_not_finite(self, lost: list[Tensor]) -> None:
         self._lost += lost
-        if self._lost and (self._lost[0].device.type == "cpu" or self.step % _LOOK_EVERY == 0):
+        if self.step % _LOOK_EVERY == 0 or (self._lost and self._lost[0].device.type == "cpu"):
             self._read_not_finite()  # reading from a GPU waits for it
 
     def _read_not_finite(self) -> None:
-        lost, self._lost = self._lost, []
+        lost, self._lost = self._lost + self.lost_elsewhere(), []
         count = int(torch.stack([flags.sum() for flags in lost]).sum()) if lost else 0
         if count and not self._not_finite:
             warnings.warn(
@@ -475,6 +493,73 @@ class PrivacyEngine:
         """How many examples had a gradient that is not finite and counted as zero, over all steps."""
         self._read_not_finite()
         return self._not_finite
+
+    # ---- for a captured step (capture.py)
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether make_private was called."""
+        return self._ledger is not None
+
+    @property
+    def is_seeded(self) -> bool:
+        return self._run_key.seeded
+
+    @property
+    def current_ticket(self) -> Ticket | None:
+        """Which batch the loader has handed out."""
+        return self._batch.ticket
+
+    @property
+    def noise_order(self) -> list[str]:
+        """The parameters in the order in which they get their noise."""
+        return [name for group in self.groups for name in group.parameters]
+
+    @property
+    def looks_at_norms(self) -> bool:
+        """Whether the release depends on the norms of the batch's examples."""
+        strategy = self.plan.strategy
+        of_rule = self.plan.sensitivity_rule == "l2max-example" or strategy.bounds == "private-quantile"
+        return strategy.is_private and of_rule
+
+    @contextmanager
+    def captured_pass(self, present: Tensor) -> Iterator[Callable[[], Harvest]]:
+        """A pass of the model whose loss is a sum, with padding where ``present`` is False; gives its harvest."""
+        clipper = self._clipper
+        if clipper is None:
+            yield lambda: Harvest(len(self.groups))
+            return
+        before, clipper.loss_reduction, clipper.padding = clipper.loss_reduction, "sum", present
+        clipper.start_step()
+        try:
+            yield lambda: clipper.harvest
+        finally:
+            clipper.loss_reduction, clipper.padding = before, None
+
+    def has_been_released(self, step: int) -> bool:
+        """Whether this seeded run has released the step before: it must then repeat itself bit for bit."""
+        return self._repeat.knows(step)
+
+    def release_gathered(self, harvest: Harvest) -> None:
+        """Noise on gradients that a captured pass has left, and its record."""
+        self._noise_and_record(harvest)
+
+    def count_plain_step(self) -> None:
+        """A step without privacy was taken."""
+        self.step += 1
+        self._batch.clear()
+
+    def digest_of_gradients(self) -> Tensor:
+        """On the device; see :class:`~gradveil.guards.RepeatGuard`."""
+        return fingerprint_sums([p.grad for p in self.parameters.values() if p.grad is not None])
+
+    def update(self) -> None:
+        """The optimizer's step on gradients that are noised already."""
+        self._noised_already = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._noised_already = False
 
     # ---- what is known of the run
 
@@ -494,6 +579,9 @@ class PrivacyEngine:
     def _open(self) -> Ledger:
         if self._ledger is None:
             raise ConfigError("the engine has no run yet: call make_private first.")
+        if self._awaited is not None:
+            awaited, self._awaited = self._awaited, None
+            self._ledger.append(awaited.read())
         return self._ledger
 
     @property
@@ -510,7 +598,7 @@ class PrivacyEngine:
     def commit(self) -> None:
         """Bring the ledger to disk; called by itself before weights or statements are handed out."""
         if self._ledger is not None:
-            self._ledger.commit()
+            self._open().commit()
 
     def statement(self) -> Statement:
         """What is proved, what is only as published, what is not covered; ``print`` it."""

@@ -12,6 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class RepeatGuard:
 
     def __init__(self, releases: Iterable[Release]) -> None:
         self._earlier = {r.step: r.digest for r in releases if r.digest is not None}
+
+    def knows(self, step: int) -> bool:
+        """Whether the step was released before."""
+        return step in self._earlier
 
     def check(self, step: int, parameters: Iterable[nn.Parameter]) -> str:
         """The digest of this step's noised gradients; refused if the step was released before and is another now."""
@@ -161,18 +166,48 @@ class BudgetGuard:
             )
 
 
+class AwaitedRelease:
+    """A release whose digest is still being computed on a GPU."""
+
+    def __init__(self, release: Release, digest: Tensor) -> None:
+        self._release = release
+        self._digest = torch.empty(digest.shape, dtype=digest.dtype, pin_memory=True)
+        self._digest.copy_(digest, non_blocking=True)
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def read(self) -> Release:
+        self._ready.synchronize()
+        return replace(self._release, digest=_digest(self._digest))
+
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TOGETHER = 1 << 26  # elements that are hashed in one go; more, one tensor at a time
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of some tensors: equal for equal tensors, on any device, with one transfer."""
-    sums = []
-    for tensor in tensors:
-        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
-        places = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
-        sums.append((bits * (places * 0x5851F42D4C957F2D + 0x14057B7EF767814F)).sum())
-    together = torch.stack(sums).tolist() if sums else []
-    return hashlib.sha256(json.dumps(together).encode()).hexdigest()[:32]
+    return _digest(fingerprint_sums(list(tensors)))
+
+
+def fingerprint_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """What the fingerprint is a hash of, on the tensors' device: bits times an odd number of their place, added up."""
+    if not tensors:
+        return torch.zeros(1, dtype=torch.int64)
+    bits = [t.detach().contiguous().view(_BITS[t.element_size()]).flatten() for t in tensors]
+    alike = len({(b.dtype, b.device) for b in bits}) == 1
+    parts = [torch.cat(bits)] if alike and sum(b.numel() for b in bits) <= _TOGETHER else bits
+    return torch.stack([_place_weighted(part) for part in parts])
+
+
+def _place_weighted(bits: Tensor) -> Tensor:
+    wide = bits if bits.dtype in (torch.int32, torch.int64) else bits.to(torch.int32)
+    places = torch.arange(wide.numel(), device=wide.device, dtype=wide.dtype)
+    return (wide * ((2 * places + 1) * 0x2C1B3C6D)).sum(dtype=torch.int64)
+
+
+def _digest(sums: Tensor) -> str:
+    return hashlib.sha256(json.dumps(sums.tolist()).encode()).hexdigest()[:32]
 
 
 def salt(settings: Mapping[str, Any], parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> str:

@@ -11,10 +11,15 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
 - the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
   the noise off: a seed must be kept as secret as the data.
 
-Noise on the CPU is drawn in blocks, each from its own stream, so that several threads draw it and the
-result does not depend on how many there are. The normal variates are ordinary floating-point ones
-(ziggurat); the known attacks on floating-point noise are not defended against, and the privacy
-statement says so.
+Noise on the CPU comes from ChaCha20 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
+normal values by Box-Muller. Without the compiled kernels it comes from numpy: SFC64, which is statistically
+sound but no cipher, its whole state derived from the key for every block of 32768 values, and the ziggurat.
+Either way a value is a function of its place alone, so the result does not depend on the number of threads;
+but the two differ, and a seeded run repeats only with the generator it began with. :func:`cpu_generator` names
+the one in use. (A redone step with other noise is refused like any that is not the same bit for bit.)
+
+The normal values are ordinary floating-point ones; the known attacks on floating-point noise are not defended
+against, and the privacy statement says so.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import numpy as np
 import torch
 
 from gradveil.errors import ConfigError
+from gradveil.kernels import native
 
 
 class SecretKey:
@@ -66,6 +72,10 @@ class SecretKey:
         material = self._key + f"|{purpose}|{index}".encode()
         return int.from_bytes(hashlib.shake_256(material).digest(size), "little")
 
+    def cipher_key(self, purpose: str, index: int = 0) -> bytes:
+        """256 bits for one purpose and index."""
+        return self._derive(purpose, index, 32).to_bytes(32, "little")
+
     def stream(self, purpose: str, index: int = 0) -> np.random.Generator:
         """A CPU generator for one purpose and index."""
         return np.random.Generator(np.random.Philox(key=self._derive(purpose, index, 16)))
@@ -96,9 +106,19 @@ _BLOCK = 1 << 15
 _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
 
 
+def _plain(grad: torch.Tensor) -> bool:
+    """Whether the kernel takes it."""
+    return grad.device.type == "cpu" and grad.dtype in (torch.float32, torch.float64) and grad.is_contiguous()
+
+
 @lru_cache(maxsize=1)
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="gradveil-noise")
+
+
+def cpu_generator() -> str:
+    """The generator of noise on the CPU: a seeded run repeats bit for bit only with the same one."""
+    return "numpy: SFC64, ziggurat" if native.kernels() is None else "native: ChaCha20, Box-Muller"
 
 
 class NoiseSource:
@@ -111,19 +131,30 @@ class NoiseSource:
         self._key = key
         self._generators = generators if generators is not None else {}
         self._step = step
-        self._blocks = 0
+        self._blocks = 0  # drawn so far, of numpy's
+        self._tensors = 0  # noised so far, by the kernel
+        self._cipher_key: bytes | None = None
         self._side: np.random.Generator | None = None
         self._cuda: dict[torch.device, torch.Generator] = {}
 
     def normal_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Independent N(0, 1) of the shape, device and dtype of ``tensor`` (drawn in float32 or better)."""
+        return self.wide_normal_like(tensor).to(tensor.dtype)
+
+    def wide_normal_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same in float64 where the tensor is, and in float32 otherwise: a draw is not rounded to half."""
         dtype = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
         if tensor.device.type == "cpu":
+            kernels = native.kernels()
+            if kernels is not None:
+                draw = torch.zeros(tensor.shape, dtype=dtype)
+                self._add_by_kernel(kernels, [draw], [1.0], divide_by=1.0)
+                return draw
             draw = torch.from_numpy(self._cpu_normals(tensor.numel(), dtype)).view(tensor.shape)
         else:
             generator = self._on_device(tensor.device)
             draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
-        return draw.to(tensor.dtype)
+        return draw
 
     def device_seed(self, device: torch.device) -> int:
         """What this step's generator on a GPU is seeded with; as secret as the key."""
@@ -144,12 +175,28 @@ class NoiseSource:
         if grads and grads[0].is_cuda and all(g.dtype == torch.float32 and g.device == grads[0].device for g in grads):
             add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
             return
+        kernels = native.kernels()
+        if kernels is not None and all(_plain(grad) for grad in grads):
+            self._add_by_kernel(kernels, grads, stds, divide_by=divide_by)
+            return
         for grad, std in zip(grads, stds, strict=True):
-            draw = self.normal_like(grad)
+            draw = self.wide_normal_like(grad)
             if grad.dtype in (torch.float32, torch.float64):
                 grad.add_(draw, alpha=std).div_(divide_by)
             else:  # add in float32, round once
-                grad.copy_((grad.float() + std * draw.float()) / divide_by)
+                grad.copy_((grad.float() + std * draw) / divide_by)
+
+    def _add_by_kernel(
+        self, kernels: native.Kernels, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float
+    ) -> None:
+        if self._cipher_key is None:
+            self._cipher_key = self._key.cipher_key("noise-key", self._step)
+        first = self._tensors
+        self._tensors += len(grads)
+        numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
+        kernels.add_noise(self._cipher_key, numbered, divide_by=divide_by)
+        for grad in grads:
+            torch.autograd.graph.increment_version(grad)  # written to behind torch's back
 
     def _cpu_normals(self, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Blocks of fixed size, each from its own stream, drawn by as many threads as torch uses."""
@@ -179,25 +226,29 @@ class NoiseSource:
 
 
 def add_device_noise(
-    grads: Sequence[torch.Tensor],
-    stds: Sequence[float] | torch.Tensor,
-    *,
-    divide_by: float,
-    generator: torch.Generator,
+    grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float, generator: torch.Generator
 ) -> None:
-    """In place on one GPU, float32: g becomes g / divide_by + (std / divide_by) z, all tensors in a few launches.
-
-    ``stds`` as a tensor of one element on the device holds for all gradients; a captured graph reads it when it runs.
-    """
+    """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
     sizes = [g.numel() for g in grads]
     draw = torch.randn(sum(sizes), device=grads[0].device, generator=generator)
-    views = [z.view_as(g) for z, g in zip(draw.split(sizes), grads, strict=True)]
-    torch._foreach_mul_(grads, 1.0 / divide_by)
-    if isinstance(stds, torch.Tensor):
-        draw.mul_(stds * (1.0 / divide_by))
-        torch._foreach_add_(grads, views)
-    elif len(set(stds)) == 1:
-        torch._foreach_add_(grads, views, alpha=stds[0] / divide_by)
-    else:
-        torch._foreach_mul_(views, [std / divide_by for std in stds])
-        torch._foreach_add_(grads, views)
+    if len(set(stds)) == 1:
+        add_drawn_noise(grads, draw, stds[0], divide_by=divide_by)
+        return
+    torch._foreach_mul_(list(draw.split(sizes)), list(stds))
+    add_drawn_noise(grads, draw, 1.0, divide_by=divide_by)
+
+
+def add_drawn_noise(
+    grads: Sequence[torch.Tensor], draw: torch.Tensor, std: float | torch.Tensor, *, divide_by: float
+) -> None:
+    """In place: g becomes (g + std z) / divide_by, with z the next numbers of ``draw``, one for each element.
+
+    A ``std`` on the device is read when the kernels run, so that a captured graph follows a schedule.
+    """
+    grads = list(grads)
+    views: list[torch.Tensor] = [
+        z.view_as(g) for z, g in zip(draw.split([g.numel() for g in grads]), grads, strict=True)
+    ]
+    draw.mul_(std)
+    torch._foreach_add_(grads, views)
+    torch._foreach_div_(grads, divide_by)

@@ -90,14 +90,14 @@ class Harvest:
         self.examples = 0
         self.passes = 0
         self.lost: list[Tensor] = []  # flags of the examples that were dropped in some group, a tensor per pass
-        self._noted: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(groups)]
+        self._noted: list[list[tuple[Tensor, Tensor, float | Tensor]]] = [[] for _ in range(groups)]
 
     @property
     def not_finite(self) -> int:
         """How many examples were dropped in some group."""
         return int(torch.stack([flags.sum() for flags in self.lost]).sum()) if self.lost else 0
 
-    def note(self, group: int, norms: Tensor, weights: Tensor, bound: float) -> None:
+    def note(self, group: int, norms: Tensor, weights: Tensor, bound: float | Tensor) -> None:
         """Norms before clipping, and the weights that clip them to ``bound``."""
         self._noted[group].append((norms, weights, bound))
 
@@ -435,7 +435,7 @@ class Clipper:
             found = on_cuda.clipped(use, cuda.Clip(bound, current.flags(use.device), current.present))
             if found is None:
                 return None
-            self.harvest.note(group, found.norms, found.weights, self.bounds[group])
+            self.harvest.note(group, found.norms, found.weights, self._bounds_on(use.device).exact[group])
             return found.sums
         native = use.native_clipped_sums(self._inside(group, torch.float32))
         if native is None:
@@ -453,15 +453,11 @@ class Clipper:
         """min(1, C / norm) per example; 0 for a norm that is not finite, for padding, and for an empty batch."""
         if current.empty:
             return torch.zeros_like(norms)
-        bound: float | Tensor
-        if norms.is_cuda:
-            bound = self._bounds_on(norms.device).exact[group] * _inside(dtype)
-        else:
-            bound = self._inside(group, dtype)
-        weights = (bound / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        bound: float | Tensor = self._bounds_on(norms.device).exact[group] if norms.is_cuda else self.bounds[group]
+        weights = (bound * _inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
-        self.harvest.note(group, norms, weights, self.bounds[group])
+        self.harvest.note(group, norms, weights, bound)
         return weights
 
     def _kept(self, weights: list[Tensor], current: Pass, rows: slice) -> Tensor | None:

@@ -219,7 +219,7 @@ def conv_gradients(
     field += example.to(tl.int64) * fb + group * channels * fc
     map_ += example.to(tl.int64) * mb + group * outputs * mc
     total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    bias = tl.zeros([BLOCK_O], tl.float32)
+    values = tl.zeros([BLOCK_O, BLOCK_L], tl.float32)  # of the map, for the bias; reduced after the loop
     for start in range(0, pixels, BLOCK_L):
         p = start + tl.arange(0, BLOCK_L)
         row, column = p // map_width, p % map_width
@@ -232,12 +232,13 @@ def conv_gradients(
         value = value.to(tl.float32)
         total = tl.dot(value, patch, total, input_precision=PRECISION)
         if HAS_BIAS:
-            bias += tl.sum(value, axis=1)
+            values += value
     at = (example * groups + group).to(tl.int64) * outputs * size + o[:, None] * size + n[None, :]
     tl.store(grads + at, total, mask=(o < outputs)[:, None] & (n < size)[None, :])
     square = tl.sum(total * total)
     if HAS_BIAS:
         if tile_n == 0:
+            bias = tl.sum(values, axis=1)
             tl.store(biases + (example * groups + group) * outputs + o, bias, mask=o < outputs)
             square += tl.sum(bias * bias)
     tl.store(partials + (example * groups + group) * tiles + tile, square)

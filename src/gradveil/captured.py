@@ -1,0 +1,368 @@
+"""The whole private step as CUDA graphs: forward, backward, clipping, noise and update, replayed without Python.
+
+    step = gradveil.capture(engine, F.cross_entropy)          # a loss that takes reduction="none"
+    for x, y in loader:
+        loss = step(x, y)                                     # in place of zero_grad, backward, optimizer.step
+
+Small models leave a GPU waiting for Python; a captured step does not. What it computes is what the eager loop
+computes, up to the order of sums: the same samples, the same noise, the same releases in the ledger.
+
+Batches of different sizes (Poisson sampling) run in graphs of fixed size. Examples are copied into the graph's own
+input; rows beyond them are padding: masked out of the loss, of the clipped sums, of the norms and of every count. A
+batch larger than the first graph runs on through a second, smaller one, as often as needed; an empty one through
+the first, masked entirely.
+
+    first    forward and backward of the first part of a batch; its gradients are new
+    more     forward and backward of a further part, added to the gradients
+    finish   noise, and the optimizer's update where it can be captured
+
+A graph is a sequence of these: (first, finish) is the whole step of a batch that fits. Each piece runs eagerly a few
+times before a graph with it is captured. Strategies whose noise or bounds are learned from the batch (l2-max,
+quantile-clip, adaclip) finish eagerly: their release needs numbers on the host.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.bounds import ScheduledBounds
+from gradveil.clipping import Harvest
+from gradveil.errors import ConfigError
+from gradveil.randomness import add_drawn_noise
+from gradveil.release import NoiseScale, StepFacts, noise_scale, record
+
+if TYPE_CHECKING:
+    from gradveil.engine import PrivacyEngine
+
+Loss = Callable[..., Tensor]
+
+_WARM_UPS = 3  # eager rounds before a capture: libraries choose their algorithms, kernels are compiled
+_RECAPTURES = 3  # of the update, when the optimizer's settings change; then it stays eager
+
+
+def capture(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> CapturedStep:
+    """A step of a private run, captured as CUDA graphs at its first calls.
+
+    loss       from (output, target) to one loss per example; one that takes ``reduction`` is called with "none"
+    capacity   rows of the first graph (default: the batch size, and one standard deviation of its Poisson size)
+
+    The model must not look at values on the host (no ``.item()``), and its shapes must depend on those of the batch
+    only. Call the result with each batch of the private loader, in place of zero_grad, backward and step.
+    """
+    return CapturedStep(engine, loss, capacity=capacity)
+
+
+class CapturedStep:
+    """What :func:`capture` returns: call it with a batch."""
+
+    def __init__(self, engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> None:
+        if not engine.is_set_up:
+            raise ConfigError("the engine has no run yet: call make_private before gradveil.capture.")
+        self.engine, self.loss = engine, _per_example(loss)
+        self.device = next(iter(engine.parameters.values())).device
+        if self.device.type != "cuda":
+            raise ConfigError(
+                f"the model is on {self.device}: a captured step is a CUDA graph. Move the model to a GPU before "
+                "make_private, or train eagerly (backward() and optimizer.step())."
+            )
+        if capacity is not None and capacity < 1:
+            raise ConfigError(f"capacity is {capacity}; it is the number of rows of the graph, at least 1.")
+        size, rate = engine.sampling.batch_size, engine.sampling.rate
+        spread = math.sqrt(size * (1.0 - rate)) if engine.sampling.name == "poisson" else 0.0
+        rows = capacity if capacity is not None else _round_up(size + spread) if spread else size
+        self._gathered = _Gathered(len(engine.groups), self.device)
+        self._first = _Part(self, rows, self._gathered, adds=False)
+        self._more = _Part(self, min(rows, _round_up(2.0 * spread)) or rows, self._gathered, adds=True)
+        self._finish = _Finish(engine, self._gathered)
+        self._graphs: dict[tuple[_Piece, ...], _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._batch: tuple[int, int] | None = None  # of which loop and step there is a part in the gradients
+        self._in_graph = False  # whether the gradients are those of a graph
+        engine.lost_elsewhere = self._gathered.take_lost
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""
+        if len(x) != len(y):
+            raise ConfigError(f"a batch of {len(x)} inputs has {len(y)} targets; give one for each example.")
+        engine, count = self.engine, len(x)
+        ticket = engine.current_ticket
+        last = ticket is None or ticket.last
+        this = (engine.loops, engine.step)
+        begun = self._batch == this
+        self._batch = None if last else this
+        self._gathered.examples = count + (self._gathered.examples if begun else 0)
+        finishing = last and self._finish.prepare()
+        totals: list[Tensor] = []
+        start = 0
+        while start < count or not begun:
+            part = self._more if begun else self._first
+            stop = min(start + part.rows, count)
+            whole = stop - start == count
+            part.load(x if whole else x[start:stop], y if whole else y[start:stop])
+            self._go((part, self._finish) if finishing and stop == count else (part,))
+            totals.append(part.total.clone())
+            start, begun = stop, True
+        if finishing and not totals:  # an empty last part of a batch that came in parts
+            self._go((self._finish,))
+        if last:
+            self._finish.conclude(finishing)
+        total = totals[0] if len(totals) == 1 else torch.stack(totals).sum() if totals else self._gathered.nothing
+        return total / count if count else total
+
+    def _go(self, pieces: tuple[_Piece, ...]) -> None:
+        """Run these pieces: captured, where all of them have been run before and work on a graph's gradients."""
+        fresh = pieces[0] is self._first
+        if not (fresh or self._in_graph) or any(piece.rounds < _WARM_UPS for piece in pieces):
+            self._in_graph = False
+            self._eagerly(pieces)
+            return
+        self._in_graph = True
+        graph = self._graphs.get(pieces)
+        if graph is None or graph.stamp != self._finish.stamp:
+            graph = self._graphs[pieces] = _Graph(pieces, self._finish.stamp, self._pool)
+        graph.replay(self.engine.parameters.values() if fresh else ())
+
+    def _eagerly(self, pieces: tuple[_Piece, ...]) -> None:
+        side, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for piece in pieces:
+                piece.work()
+                piece.rounds += 1
+        here.wait_stream(side)
+
+
+def _per_example(loss: Loss) -> Loss:
+    try:
+        names = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return loss
+    if "reduction" in names:
+        return lambda output, target: loss(output, target, reduction="none")
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "none") != "none":
+        raise ConfigError(
+            f"{type(loss).__name__} averages over the batch: a captured step needs one loss per example. Make it with "
+            "reduction='none'."
+        )
+    return loss
+
+
+def _round_up(rows: float) -> int:
+    return 8 * math.ceil(rows / 8.0)
+
+
+class _Gathered(Harvest):
+    """What the parts of a batch add up to, in buffers that graphs write to."""
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        super().__init__(groups)
+        self._largest = torch.zeros(groups, device=device)
+        self._within = torch.zeros(groups, dtype=torch.int64, device=device)
+        self._lost = torch.zeros((), dtype=torch.int64, device=device)
+        self.nothing = torch.zeros((), device=device)
+
+    def take_in(self, harvest: Harvest, *, first: bool, norms: bool) -> None:
+        """On the device: the norms (where the strategy looks at them) and lost examples of one part."""
+        for flags in harvest.lost:
+            self._lost.add_(flags.sum())
+        if not norms:
+            return
+        groups = range(len(self._largest))
+        largest = torch.stack([self.nothing if (n := harvest.largest_norm(g)) is None else n.float() for g in groups])
+        within = torch.stack([self.nothing.long() if (n := harvest.within(g)) is None else n for g in groups])
+        self._largest.copy_(largest if first else torch.maximum(self._largest, largest))
+        self._within.copy_(within if first else self._within + within)
+
+    def largest(self, group: int) -> float:
+        return float(self._largest[group])
+
+    def count_within(self, group: int) -> int:
+        return int(self._within[group])
+
+    def take_lost(self) -> list[Tensor]:
+        """The count of examples that were not finite since it was last taken."""
+        count = self._lost.clone()
+        self._lost.zero_()
+        return [count]
+
+
+class _Piece:
+    """Some work on fixed buffers."""
+
+    rounds = 0  # in which it was run eagerly
+
+    def work(self) -> None:
+        raise NotImplementedError
+
+
+class _Graph:
+    """Pieces, captured one after the other."""
+
+    def __init__(self, pieces: Sequence[_Piece], stamp: Any, pool: Any) -> None:
+        self.stamp = stamp  # of the settings that are part of it
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            for piece in pieces:
+                piece.work()
+        self._grads: list[Tensor | None] | None = None
+
+    def replay(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``parameters`` get the gradients that the graph writes, whatever was done to their ``.grad`` in between."""
+        if self._grads is None:
+            self._grads = [p.grad for p in parameters]
+        else:
+            for parameter, grad in zip(parameters, self._grads, strict=True):
+                parameter.grad = grad
+        self._graph.replay()
+
+
+class _Part(_Piece):
+    """Forward and backward of up to ``rows`` examples."""
+
+    def __init__(self, step: CapturedStep, rows: int, gathered: _Gathered, *, adds: bool) -> None:
+        self.step, self.rows, self.gathered, self.device = step, rows, gathered, step.device
+        self.adds = adds  # to the gradients that are there
+        self._places = torch.arange(rows, device=step.device)
+        self._present = torch.zeros(rows, dtype=torch.bool, device=step.device)
+        self._shown = 0
+        self.total = torch.zeros((), device=step.device)  # of the losses
+        self._x: Tensor | None = None
+        self._y: Tensor | None = None
+
+    def load(self, x: Tensor, y: Tensor) -> None:
+        """Examples into the buffers; the rows beyond them are padding."""
+        if self._x is None or self._y is None:
+            self._x = torch.zeros((self.rows, *x.shape[1:]), dtype=x.dtype, device=self.device)
+            self._y = torch.zeros((self.rows, *y.shape[1:]), dtype=y.dtype, device=self.device)
+        elif (self._x.shape[1:], self._x.dtype) != (x.shape[1:], x.dtype):
+            raise ConfigError(
+                f"a batch of shape {tuple(x.shape)} and type {x.dtype} came to a step captured for examples of shape "
+                f"{tuple(self._x.shape[1:])} and type {self._x.dtype}: a graph has one shape. Train eagerly, or pad."
+            )
+        count = len(x)
+        if count:
+            (self._x if count == self.rows else self._x[:count]).copy_(x, non_blocking=True)
+            (self._y if count == self.rows else self._y[:count]).copy_(y, non_blocking=True)
+        if count != self._shown:
+            torch.lt(self._places, count, out=self._present)
+            self._shown = count
+
+    def work(self) -> None:
+        engine, step = self.step.engine, self.step
+        parameters = engine.parameters.values()
+        if not self.adds:
+            for parameter in parameters:
+                parameter.grad = None
+        with engine.captured_pass(self._present) as harvest:
+            losses = step.loss(engine.module(self._x), self._y)
+            if losses.shape != (self.rows,):
+                raise ConfigError(
+                    f"the loss gave shape {tuple(losses.shape)} for {self.rows} examples: a captured step masks "
+                    "padding by example, so it needs one loss per example (reduction='none', averaged over everything "
+                    "but the batch)."
+                )
+            total = torch.where(self._present, losses, 0.0).sum()
+            total.backward()
+        self.total.copy_(total.detach())
+        self.gathered.take_in(harvest(), first=not self.adds, norms=engine.looks_at_norms)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+class _Finish(_Piece):
+    """Noise and update."""
+
+    def __init__(self, engine: PrivacyEngine, gathered: _Gathered) -> None:
+        self.engine, self.gathered = engine, gathered
+        self.device = next(iter(engine.parameters.values())).device
+        self.stamp: Any = None  # settings of the optimizer that are part of a graph
+        self._generator = torch.Generator(device=self.device)
+        self._draw = torch.empty(sum(p.numel() for p in engine.parameters.values()), device=self.device)
+        self._scale = torch.zeros((), device=self.device)  # std of the noise, or 1 / examples where there is none
+        self._set: float | None = None
+        self._digest: Tensor | None = None
+        self._changes = 0
+        self._sampler = ""
+        self._planned: NoiseScale | None = None
+
+    def prepare(self) -> bool:
+        """Before the last part: check the step, and draw its noise. False where the batch must be looked at first."""
+        engine, plan = self.engine, self.engine.plan
+        self._note_settings()
+        if not plan.strategy.is_private:
+            self._set_scale(1.0 / max(self.gathered.examples, 1))
+            return True
+        if not isinstance(engine.rule, ScheduledBounds) or plan.sensitivity_rule != "clip":
+            return False
+        if engine.has_been_released(engine.step):
+            return False  # a step that is redone is compared before anything is updated
+        self._sampler = engine.check_step(self.gathered)
+        bounds, size = engine.rule.bounds(engine.step), float(engine.sampling.batch_size)
+        self._planned = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, {}, size))
+        self._set_scale(self._planned.stds[0])  # one schedule for all groups
+        self._generator.manual_seed(engine.noise().device_seed(self.device))
+        torch.randn(len(self._draw), device=self.device, generator=self._generator, out=self._draw)
+        return True
+
+    def conclude(self, finished: bool) -> None:
+        """After the last part: record the step, and do what was not captured."""
+        engine = self.engine
+        if not finished:
+            engine.release_gathered(self.gathered)
+            engine.update()
+            return
+        if engine.plan.strategy.is_private:
+            assert self._planned is not None
+            rate, size = engine.sampling.rate, float(engine.sampling.batch_size)
+            release = record(
+                engine.step, engine.plan, self._planned, sampler=self._sampler, sample_rate=rate, batch_size=size
+            )
+            engine.take_step(release, self.gathered, digest=self._digest)
+        else:
+            engine.count_plain_step()
+        if not self._updates():
+            engine.update()
+
+    def _set_scale(self, value: float) -> None:
+        if value != self._set:
+            self._scale.copy_(torch.tensor(value, pin_memory=True), non_blocking=True)
+            self._set = value
+
+    def work(self) -> None:
+        engine = self.engine
+        grads: list[Tensor] = [engine.parameters[name].grad for name in engine.noise_order]  # type: ignore[misc]
+        with torch.no_grad():
+            if engine.plan.strategy.is_private:
+                add_drawn_noise(grads, self._draw, self._scale, divide_by=float(engine.sampling.batch_size))
+                if engine.is_seeded:
+                    self._digest = engine.digest_of_gradients()
+            else:
+                torch._foreach_mul_(grads, self._scale)
+        if self._updates():
+            engine.update()
+
+    # ---- the optimizer: captured where it can be, and captured anew when its settings change
+
+    def _updates(self) -> bool:
+        groups = self.engine.optimizer.param_groups
+        able = type(self.engine.optimizer) is torch.optim.SGD or all(group.get("capturable") for group in groups)
+        return able and self._changes <= _RECAPTURES
+
+    def _note_settings(self) -> None:
+        """Settings such as the learning rate are part of a graph, unless they are tensors."""
+        if self._changes > _RECAPTURES:
+            return
+        stamp = [
+            [id(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"]
+            for group in self.engine.optimizer.param_groups
+        ]
+        if stamp != self.stamp:
+            self._changes += self.stamp is not None
+            self.stamp = "eager" if self._changes > _RECAPTURES else stamp
