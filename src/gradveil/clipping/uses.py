@@ -11,7 +11,8 @@ G convolution groups. A use answers three questions about the gradients of its p
 
 Where the per-example gradient *is* the way to the sum (convolutions), clipping it on the way costs next
 to nothing; a matrix's norms come first, from the factors of its rank-one gradients, and one scaled
-contraction follows.
+contraction follows. Which of several formulas a layer uses is decided in its own file, by cost; the settings
+behind that are in performance.py, and change nothing beyond rounding.
 """
 
 from __future__ import annotations
@@ -21,11 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Elements of per-example work held at a time: small enough for a CPU's cache, large enough for a GPU's width.
-_CPU_CHUNK_ELEMENTS = 1 << 19
-_CUDA_CHUNK_ELEMENTS = 1 << 28
-# Per-example gradients kept between norms and sums where groups span layers: CPU, CUDA.
-_CACHE_ELEMENTS = (1 << 27, 1 << 29)
+from gradveil.clipping import performance
+from gradveil.kernels import native
 
 
 def wide(t: Tensor) -> Tensor:
@@ -57,10 +55,19 @@ class Use:
     examples: int
     elements_per_example: int = 1
     device: torch.device
+    keeps_gradients = True  # between norms and sums, where they fit; False: the sums have a shorter way
     _cached: list[list[Tensor]] | None = None  # per-example gradients, chunk by chunk
 
     def per_example(self, rows: slice) -> list[Tensor]:
         raise NotImplementedError
+
+    def _gradients(self, rows: slice) -> list[Tensor]:
+        """As :meth:`per_example`, each (b, ...) with its coordinates in any order, the same for all rows."""
+        return self.per_example(rows)
+
+    def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
+        """Sums of what :meth:`_gradients` gave, as the parameters have them."""
+        return sums
 
     def keep(self, keep: Tensor) -> None:
         """Forget the gradients of the examples where ``keep`` is False."""
@@ -74,27 +81,27 @@ class Use:
         raise NotImplementedError
 
     def chunks(self) -> list[slice]:
-        budget = _CUDA_CHUNK_ELEMENTS if self.device.type == "cuda" else _CPU_CHUNK_ELEMENTS
-        size = max(1, budget // max(1, self.elements_per_example))
+        size = max(1, performance.settings().chunk(self.device) // max(1, self.elements_per_example))
         return [slice(i, min(i + size, self.examples)) for i in range(0, self.examples, size)]
 
     def sq_norms(self) -> list[Tensor]:
         """Norms by way of the gradients; where they fit the cache they are kept for the sums that follow."""
         parts, kept = [], []
         for rows in self.chunks():
-            grads = self.per_example(rows)
-            parts.append([_row_sq_norms(g) for g in grads])
+            grads = self._gradients(rows)
+            parts.append([row_sq_norms(g) for g in grads])
             size = sum(g[0].numel() for g in grads)
-            if self.examples * size <= _CACHE_ELEMENTS[self.device.type == "cuda"]:
+            if self.keeps_gradients and self.examples * size <= performance.settings().kept(self.device):
                 kept.append(grads)
         self._cached = kept or None
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        cached = self._cached or (self.per_example(rows) for rows in self.chunks())
-        return _add_up(
+        cached = self._cached or (self._gradients(rows) for rows in self.chunks())
+        sums = _add_up(
             _weighted([w[rows] for w in weights], grads) for rows, grads in zip(self.chunks(), cached, strict=True)
         )
+        return self._in_order(sums)
 
     def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
         """Sums clipped to ``bound`` over all parameters together, and squared norms, by a kernel; None: no kernel."""
@@ -104,19 +111,42 @@ class Use:
         """A few examples at a time: gradients, norms, weights, sum. The gradients are computed once."""
 
         def part(rows: slice) -> list[Tensor]:
-            grads = self.per_example(rows)
-            weights, keep = weigh(rows, [_row_sq_norms(g) for g in grads])
+            grads = self._gradients(rows)
+            weights, keep = weigh(rows, [row_sq_norms(g) for g in grads])
             if keep is not None:
                 grads = [keep_rows(g, keep) for g in grads]
             return _weighted(weights, grads)
 
-        return _add_up(part(rows) for rows in self.chunks())
+        return self._in_order(_add_up(part(rows) for rows in self.chunks()))
+
+    def _clipped_by_norms(self, weigh: Weigh) -> list[Tensor]:
+        """Norms of the whole batch first, then one contraction."""
+        weights, keep = weigh(slice(None), self.sq_norms())
+        if keep is not None:
+            self.keep(keep)
+        return self.weighted_sums(weights)
 
 
-def _row_sq_norms(g: Tensor) -> Tensor:
+def row_sq_norms(g: Tensor) -> Tensor:
+    """The squared norm of every row, in float32 or better."""
     flat = wide(g).reshape(len(g), -1)  # a parameter may have no dimension at all
+    kernels = native.for_tensors(flat)
+    if kernels is not None:
+        return kernels.row_squares(flat).float()
     squares: Tensor = torch.linalg.vecdot(flat, flat)
     return squares
+
+
+def gram_sq_norms(xx: Tensor, gg: Tensor) -> Tensor:
+    """sum_st <x_s, x_t> <g_s, g_t> per example, from both (B, T, T).
+
+    The sum cancels: its rounding error is bounded and added, so the norm is never underestimated.
+    """
+    total = torch.linalg.vecdot(xx.flatten(1).double(), gg.flatten(1).double())
+    lengths = (xx.diagonal(dim1=1, dim2=2).clamp(min=0) * gg.diagonal(dim1=1, dim2=2).clamp(min=0)).sqrt().sum(1)
+    margin = 4.0 * torch.finfo(xx.dtype).eps * lengths.double().square()
+    safe: Tensor = (total.clamp(min=0) + margin).to(xx.dtype)
+    return safe
 
 
 def _weighted(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -128,6 +158,36 @@ def _add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
     for part in parts:
         totals = [t.add_(p) for t, p in zip(totals, part, strict=True)] if totals else part
     return totals
+
+
+class Workspace:
+    """Large buffers that are used again in every step: fresh memory costs more to get than to fill."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, rows: int, columns: int) -> Tensor:
+        """A float32 buffer (rows, columns) on the CPU, with anything in it."""
+        size = rows * columns
+        fitting = [b for b in self._free if size <= b.numel() <= 2 * size]
+        if fitting:
+            best = min(fitting, key=Tensor.numel)
+            self._free = [b for b in self._free if b is not best]
+        else:
+            best = torch.empty(size)
+        return best[:size].view(rows, columns)
+
+    def give_back(self, buffer: Tensor) -> None:
+        whole = buffer.new_empty(0).set_(buffer.untyped_storage())
+        room = performance.settings().kept_elements - sum(b.numel() for b in self._free)
+        if whole.numel() <= room:
+            self._free.append(whole)
+
+    def clear(self) -> None:
+        self._free = []
+
+
+workspace = Workspace()
 
 
 class MaterialisedUse(Use):

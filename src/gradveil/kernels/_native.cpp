@@ -1,18 +1,19 @@
-// Per-example clipping of a convolution's weight gradient, one example at a time, in cache.
+// Per-example clipping of the gradients of convolutions and linear layers, one example at a time, in cache.
 //
-// For each example: the gradient of the weight (and bias) is formed by an implicit matrix product over the
-// output pixels, its norm is taken, and it is added to the sum with weight min(1, bound / norm). The gradient
-// itself never leaves the cache. Plain IEEE arithmetic: no fast-math.
+// A matrix-shaped gradient is a sum over positions (pixels, tokens) of products a[position] b[position]^T. It is formed
+// by an implicit matrix product, its norm is taken on the way, and it is added to the sum with weight
+// min(1, bound / norm), or put into a buffer for a weight that comes later. An example whose norm is not finite adds
+// nothing.
 //
-// Layout: x (B, C, H, W), g (B, O, OH, OW), both contiguous; sums are kept as (N, Opad) with N = C/G * KH * KW rows
-// per group and O padded to whole vectors.
+// Convolution: x (B, C, H, W), g (B, O, OH, OW); the gradient is kept as (G, N, Opad) with N = C/G * KH * KW rows per
+// group and O padded to whole vectors. Linear: x (B, T, D), g (B, T, O); the gradient is (O, Dpad). All contiguous.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-static const int LANES = 16;
+#include "_native.h"
 
 #if defined(__AVX512F__)
 static const int ROWS = 6, VECS = 4;  // 24 accumulators of 32 registers
@@ -24,50 +25,124 @@ struct Shape {
     int C, H, W, O, OH, OW, KH, KW, SH, SW, PH, PW, DH, DW, G;
 };
 
-// out[r][0 .. NV*16) = sum over pixels of rows[r][pixel] * g[pixel][0 .. NV*16)
+// Where the scalars of a product lie: position (y, x) of a row is row[y * row_step + x * col_step].
+struct Positions {
+    int oh, ow;
+    long row_step, col_step;
+};
+
+static inline int padded_to_lanes(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+// out[r][0 .. NV*16) = sum over positions of rows[r][position] * b[position][0 .. NV*16); returns its sum of squares,
+// float within a tile, double over tiles.
 template <int MR, int NV>
-static void tile(const float* const* rows, int oh, int ow, long row_step, int col_step, const float* g, long ldg,
-                 float* out, long ldo) {
+static double tile(const float* const* rows, const Positions& at, const float* b, long ldb, float* out, long ldo) {
     vec acc[MR][NV];
     for (int r = 0; r < MR; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vec{};
-    for (int y = 0; y < oh; y++) {
-        for (int x = 0; x < ow; x++) {
-            vec b[NV];
-            for (int v = 0; v < NV; v++) b[v] = *(const vec*)(g + v * LANES);
-            const long at = y * row_step + (long)x * col_step;
+    for (int y = 0; y < at.oh; y++) {
+        long place = y * at.row_step;
+        for (int x = 0; x < at.ow; x++) {
+            vec bs[NV];
+            for (int v = 0; v < NV; v++) bs[v] = load(b + v * LANES);
             for (int r = 0; r < MR; r++) {
-                const float a = rows[r][at];
-                for (int v = 0; v < NV; v++) acc[r][v] += a * b[v];
+                const float a = rows[r][place];
+                for (int v = 0; v < NV; v++) acc[r][v] += a * bs[v];
             }
-            g += ldg;
+            b += ldb;
+            place += at.col_step;
         }
     }
+    vec squares = vec{};
     for (int r = 0; r < MR; r++)
-        for (int v = 0; v < NV; v++) *(vec*)(out + r * ldo + v * LANES) = acc[r][v];
+        for (int v = 0; v < NV; v++) {
+            store(out + r * ldo + v * LANES, acc[r][v]);
+            squares += acc[r][v] * acc[r][v];
+        }
+    return total(squares);
 }
 
 template <int NV>
-static void tile_rows(int mr, const float* const* rows, int oh, int ow, long rs, int cs, const float* g, long ldg,
-                      float* out, long ldo) {
+static double tile_rows(int mr, const float* const* rows, const Positions& at, const float* b, long ldb, float* out,
+                        long ldo) {
     switch (mr) {
-        case 6: tile<6, NV>(rows, oh, ow, rs, cs, g, ldg, out, ldo); break;
-        case 5: tile<5, NV>(rows, oh, ow, rs, cs, g, ldg, out, ldo); break;
-        case 4: tile<4, NV>(rows, oh, ow, rs, cs, g, ldg, out, ldo); break;
-        case 3: tile<3, NV>(rows, oh, ow, rs, cs, g, ldg, out, ldo); break;
-        case 2: tile<2, NV>(rows, oh, ow, rs, cs, g, ldg, out, ldo); break;
-        default: tile<1, NV>(rows, oh, ow, rs, cs, g, ldg, out, ldo); break;
+        case 6: return tile<6, NV>(rows, at, b, ldb, out, ldo);
+        case 5: return tile<5, NV>(rows, at, b, ldb, out, ldo);
+        case 4: return tile<4, NV>(rows, at, b, ldb, out, ldo);
+        case 3: return tile<3, NV>(rows, at, b, ldb, out, ldo);
+        case 2: return tile<2, NV>(rows, at, b, ldb, out, ldo);
+        default: return tile<1, NV>(rows, at, b, ldb, out, ldo);
     }
 }
 
-static void tile_any(int mr, int nv, const float* const* rows, int oh, int ow, long rs, int cs, const float* g, long ldg,
-                     float* out, long ldo) {
+static double tile_any(int mr, int nv, const float* const* rows, const Positions& at, const float* b, long ldb,
+                       float* out, long ldo) {
 #if defined(__AVX512F__)
-    if (nv == 4) return tile_rows<4>(mr, rows, oh, ow, rs, cs, g, ldg, out, ldo);
-    if (nv == 3) return tile_rows<3>(mr, rows, oh, ow, rs, cs, g, ldg, out, ldo);
-    if (nv == 2) return tile_rows<2>(mr, rows, oh, ow, rs, cs, g, ldg, out, ldo);
+    if (nv == 4) return tile_rows<4>(mr, rows, at, b, ldb, out, ldo);
+    if (nv == 3) return tile_rows<3>(mr, rows, at, b, ldb, out, ldo);
+    if (nv == 2) return tile_rows<2>(mr, rows, at, b, ldb, out, ldo);
 #endif
-    tile_rows<1>(mr, rows, oh, ow, rs, cs, g, ldg, out, ldo);
+    (void)nv;
+    return tile_rows<1>(mr, rows, at, b, ldb, out, ldo);
+}
+
+// One example's gradient (n, width) from n rows of scalars and the vectors b (positions, width); its sum of squares.
+template <class RowAt>
+static double product(int n, int width, const RowAt& row_at, const Positions& at, const float* b, long ldb, float* out) {
+    double square = 0.0;
+    for (int o = 0; o < width; o += VECS * LANES) {  // the panel of b stays in the nearest cache while rows pass by
+        const int nv = (width - o) / LANES < VECS ? (width - o) / LANES : VECS;
+        for (int row = 0; row < n; row += ROWS) {
+            const int mr = n - row < ROWS ? n - row : ROWS;
+            const float* rows[ROWS];
+            for (int r = 0; r < mr; r++) rows[r] = row_at(row + r);
+            square += tile_any(mr, nv, rows, at, b + o, ldb, out + (size_t)row * width + o, width);
+        }
+    }
+    return square;
+}
+
+// 0 for a norm that is not finite.
+static float clip_weight(double square, double bound) {
+    if (!std::isfinite(square)) return 0.f;
+    const double norm = std::sqrt(square);
+    return norm > bound ? (float)(bound / norm) : 1.f;
+}
+
+static void add_scaled(float weight, const float* from, size_t size, float* to) {
+    size_t j = 0;
+    for (; j + LANES <= size; j += LANES) store(to + j, load(to + j) + weight * load(from + j));
+    for (; j < size; j++) to[j] += weight * from[j];
+}
+
+// to[p][o] = from[o][p], the columns of to padded (and left as they are).
+static void transpose(const float* from, int outputs, int positions, float* to, int width) {
+    const int B = 16;  // whole cache lines on both sides
+    for (int p0 = 0; p0 < positions; p0 += B)
+        for (int o0 = 0; o0 < outputs; o0 += B) {
+            const int ps = positions - p0 < B ? positions - p0 : B, os = outputs - o0 < B ? outputs - o0 : B;
+            if (ps == B && os == B) {
+                vec r[B];
+                for (int i = 0; i < B; i++) r[i] = load(from + (size_t)(o0 + i) * positions + p0);
+                // Four rounds of swapping halves between rows that are 8, 4, 2, 1 apart.
+                const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                for (int h = 8; h; h /= 2) {
+                    const ivec low = (lane & h) ? (lane ^ h) + LANES : lane;  // lanes without h: own; with h: the other's
+                    const ivec high = (lane & h) ? lane + LANES : (lane ^ h);
+                    for (int i = 0; i < B; i++)
+                        if (!(i & h)) {
+                            const vec a = r[i], b = r[i + h];
+                            r[i] = __builtin_shuffle(a, b, low);
+                            r[i + h] = __builtin_shuffle(a, b, high);
+                        }
+                }
+                for (int i = 0; i < B; i++) store(to + (size_t)(p0 + i) * width + o0, r[i]);
+            } else {
+                for (int p = 0; p < ps; p++)
+                    for (int o = 0; o < os; o++)
+                        to[(size_t)(p0 + p) * width + o0 + o] = from[(size_t)(o0 + o) * positions + p0 + p];
+            }
+        }
 }
 
 extern "C" int gradveil_vector_bits() {
@@ -80,69 +155,188 @@ extern "C" int gradveil_vector_bits() {
 #endif
 }
 
-// Examples first .. last - 1. weight_sum: (G, N, Opad) and bias_sum: (O), both added to; squares: (B), written.
-// bound < 0: only norms. An example whose norm is not finite adds nothing.
-extern "C" void gradveil_conv2d_clip(const float* x, const float* g, long first, long last, const Shape* shape,
-                                     int with_bias, float bound, float* weight_sum, float* bias_sum, double* squares) {
+extern "C" int gradveil_openmp() {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Either every example's gradient goes into buffer (B, G N Opad) and biases (B, O), and squares (B) are of the weight
+// alone; or, where these are null, the clipped ones are added to weight_sums (workers, G N Opad) and bias_sums
+// (workers, O), one part per worker, and squares are of weight and bias together, before clipping.
+extern "C" void gradveil_conv2d(const float* x, const float* g, long examples, const Shape* shape, int with_bias,
+                                double bound, int workers, float* weight_sums, float* bias_sums, double* squares,
+                                float* buffer, float* biases) {
     const Shape s = *shape;
     const int cg = s.C / s.G, og = s.O / s.G, n = cg * s.KH * s.KW, pixels = s.OH * s.OW;
-    const int opad = (og + LANES - 1) / LANES * LANES;
+    const int opad = padded_to_lanes(og);
     const int hp = s.H + 2 * s.PH, wp = s.W + 2 * s.PW;
-    std::vector<float> padded((size_t)s.C * hp * wp, 0.f), gt((size_t)pixels * opad, 0.f);
-    std::vector<float> grad((size_t)s.G * n * opad), bias(s.O);
-    for (long i = first; i < last; i++) {
-        const float* xi = x + i * (long)s.C * s.H * s.W;
-        const float* gi = g + i * (long)s.O * pixels;
-        for (int c = 0; c < s.C; c++)
-            for (int y = 0; y < s.H; y++)
-                std::memcpy(&padded[((size_t)c * hp + y + s.PH) * wp + s.PW], xi + ((long)c * s.H + y) * s.W,
-                            sizeof(float) * s.W);
-        double square = 0.0;
-        for (int k = 0; k < s.G; k++) {
-            const float* gk = gi + (long)k * og * pixels;
-            for (int o = 0; o < og; o++)
-                for (int p = 0; p < pixels; p++) gt[(size_t)p * opad + o] = gk[(long)o * pixels + p];
-            float* out = &grad[(size_t)k * n * opad];
-            for (int row = 0; row < n; row += ROWS) {
-                const int mr = n - row < ROWS ? n - row : ROWS;
-                const float* rows[ROWS];
-                for (int r = 0; r < mr; r++) {
-                    const int c = (row + r) / (s.KH * s.KW), rest = (row + r) % (s.KH * s.KW);
-                    const int kh = rest / s.KW, kw = rest % s.KW;
-                    rows[r] = &padded[((size_t)(k * cg + c) * hp + kh * s.DH) * wp + kw * s.DW];
-                }
-                for (int o = 0; o < opad; o += VECS * LANES) {
-                    const int nv = (opad - o) / LANES < VECS ? (opad - o) / LANES : VECS;
-                    tile_any(mr, nv, rows, s.OH, s.OW, (long)s.SH * wp, s.SW, &gt[o], opad, out + (size_t)row * opad + o,
-                             opad);
-                }
+    const size_t size = (size_t)s.G * n * opad;
+    const Positions at = {s.OH, s.OW, (long)s.SH * wp, s.SW};
+    in_parallel(workers, [=](int worker) {
+        std::vector<float> padded(s.PH || s.PW ? (size_t)s.C * hp * wp : 0, 0.f), gt((size_t)pixels * opad, 0.f);
+        std::vector<float> own(buffer ? 0 : size), own_bias(s.O);
+        const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
+        for (long i = first; i < last; i++) {
+            const float* field = x + i * (long)s.C * s.H * s.W;
+            const float* gi = g + i * (long)s.O * pixels;
+            if (s.PH || s.PW) {
+                for (int c = 0; c < s.C; c++)
+                    for (int y = 0; y < s.H; y++)
+                        std::memcpy(&padded[((size_t)c * hp + y + s.PH) * wp + s.PW], field + ((long)c * s.H + y) * s.W,
+                                    sizeof(float) * s.W);
+                field = padded.data();
             }
-            for (int row = 0; row < n; row++) {  // float within a row, double over rows: as exact as a float can tell
-                vec part = vec{};
-                const float* at = out + (size_t)row * opad;
-                for (int o = 0; o < opad; o += LANES) {
-                    const vec v = *(const vec*)(at + o);
-                    part += v * v;
-                }
-                double sum = 0.0;
-                for (int l = 0; l < LANES; l++) sum += part[l];
-                square += sum;
+            float* grad = buffer ? buffer + i * size : own.data();
+            float* bias = biases ? biases + i * s.O : own_bias.data();
+            double square = 0.0;
+            for (int k = 0; k < s.G; k++) {
+                transpose(gi + (long)k * og * pixels, og, pixels, gt.data(), opad);
+                const auto row_at = [&](int row) {
+                    const int c = row / (s.KH * s.KW), rest = row % (s.KH * s.KW);
+                    return field + ((size_t)(k * cg + c) * hp + rest / s.KW * s.DH) * wp + rest % s.KW * s.DW;
+                };
+                square += product(n, opad, row_at, at, gt.data(), opad, grad + (size_t)k * n * opad);
             }
+            if (with_bias)
+                for (int o = 0; o < s.O; o++) {
+                    const float* row = gi + (long)o * pixels;
+                    vec part = vec{};
+                    int p = 0;
+                    for (; p + LANES <= pixels; p += LANES) part += load(row + p);
+                    double sum = total(part);
+                    for (; p < pixels; p++) sum += row[p];
+                    bias[o] = (float)sum;
+                    if (!buffer) square += sum * sum;
+                }
+            squares[i] = square;
+            if (buffer) continue;
+            const float weight = clip_weight(square, bound);
+            if (weight == 0.f) continue;
+            add_scaled(weight, grad, size, weight_sums + worker * size);
+            if (with_bias) add_scaled(weight, bias, s.O, bias_sums + (size_t)worker * s.O);
         }
-        if (with_bias)
-            for (int o = 0; o < s.O; o++) {
-                double sum = 0.0;
-                for (int p = 0; p < pixels; p++) sum += gi[(long)o * pixels + p];
-                bias[o] = (float)sum;
-                square += sum * sum;
+    });
+}
+
+// out (O, N) = the sum over parts (parts, G, N, Opad), each group transposed.
+extern "C" void gradveil_conv2d_fold(float* sums, long parts, long groups, long n, long og, float* out) {
+    const long opad = padded_to_lanes((int)og), size = groups * n * opad;
+    for (long part = 1; part < parts; part++) add_scaled(1.f, sums + part * size, size, sums);
+    for (long k = 0; k < groups; k++)
+        for (long row0 = 0; row0 < n; row0 += LANES)  // whole cache lines of out
+            for (long o = 0; o < og; o++)
+                for (long row = row0; row < n && row < row0 + LANES; row++)
+                    out[(k * og + o) * n + row] = sums[(k * n + row) * opad + o];
+}
+
+// A linear layer on T positions: clipped sums, per worker: weight_sums (workers, O, Dpad), bias_sums (workers, O).
+extern "C" void gradveil_linear_clip(const float* x, const float* g, long examples, long positions, int inputs,
+                                     int outputs, int with_bias, double bound, int workers, float* weight_sums,
+                                     float* bias_sums, double* squares) {
+    const int width = padded_to_lanes(inputs);
+    const size_t size = (size_t)outputs * width;
+    const Positions at = {1, (int)positions, 0, outputs};
+    in_parallel(workers, [=](int worker) {
+        std::vector<float> wide(width == inputs ? 0 : positions * width, 0.f), grad(size), bias(outputs);
+        const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
+        for (long i = first; i < last; i++) {
+            const float* xi = x + i * positions * inputs;
+            const float* gi = g + i * positions * outputs;
+            if (width != inputs) {
+                for (long t = 0; t < positions; t++)
+                    std::memcpy(&wide[t * width], xi + t * inputs, sizeof(float) * inputs);
+                xi = wide.data();
             }
-        squares[i] = square;
-        if (bound < 0 || !std::isfinite(square)) continue;
-        const double norm = std::sqrt(square);
-        const float weight = norm > bound ? (float)(bound / norm) : 1.f;
-        const size_t size = (size_t)s.G * n * opad;
-        for (size_t j = 0; j < size; j += LANES) *(vec*)(weight_sum + j) += weight * *(const vec*)(&grad[j]);
-        if (with_bias)
-            for (int o = 0; o < s.O; o++) bias_sum[o] += weight * bias[o];
+            const auto row_at = [=](int row) { return gi + row; };
+            double square = product(outputs, width, row_at, at, xi, width, grad.data());
+            if (with_bias) {
+                std::fill(bias.begin(), bias.end(), 0.f);
+                for (long t = 0; t < positions; t++) add_scaled(1.f, gi + t * outputs, outputs, bias.data());
+                for (int o = 0; o < outputs; o++) square += (double)bias[o] * bias[o];
+            }
+            squares[i] = square;
+            const float weight = clip_weight(square, bound);
+            if (weight == 0.f) continue;
+            add_scaled(weight, grad.data(), size, weight_sums + worker * size);
+            if (with_bias) add_scaled(weight, bias.data(), outputs, bias_sums + (size_t)worker * outputs);
+        }
+    });
+}
+
+// The sum of squares of a row: float within 1024 elements, double over them.
+static double row_square(const float* row, long n) {
+    double sum = 0.0;
+    long j = 0;
+    while (n - j >= LANES) {
+        const long end = n - j > 1024 ? j + 1024 : j + (n - j) / LANES * LANES;
+        vec a = vec{}, b = vec{};
+        for (; j + 2 * LANES <= end; j += 2 * LANES) {
+            const vec u = load(row + j), v = load(row + j + LANES);
+            a += u * u, b += v * v;
+        }
+        for (; j < end; j += LANES) a += load(row + j) * load(row + j);
+        sum += total(a + b);
     }
+    for (; j < n; j++) sum += (double)row[j] * row[j];
+    return sum;
+}
+
+// Rank-one gradients g x^T (T = 1), weight, bias or both. squares (B) before clipping; scaled (B, O) = weight_i g_i,
+// zero for an example that is not finite; sum (O) of scaled, where not null. Returns how many examples are not finite.
+extern "C" long gradveil_rank_one_clip(const float* x, const float* g, long examples, long inputs, long outputs,
+                                       int with_weight, int with_bias, double bound, int workers, float* scaled,
+                                       float* sum, double* squares) {
+    std::vector<long> lost(workers, 0);
+    long* lost_by = lost.data();
+    in_parallel(workers, [=](int worker) {
+        const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
+        for (long i = first; i < last; i++) {
+            const double of_x = with_weight ? row_square(x + i * inputs, inputs) : 0.0;
+            const float* gi = g + i * outputs;
+            const double square = row_square(gi, outputs) * (of_x + (with_bias ? 1.0 : 0.0));
+            squares[i] = square;
+            const float weight = clip_weight(square, bound);
+            if (weight == 0.f)
+                lost_by[worker] += !std::isfinite(square);
+            float* to = scaled + i * outputs;
+            if (weight == 0.f)
+                std::memset(to, 0, sizeof(float) * outputs);
+            else
+                for (long j = 0; j < outputs; j++) to[j] = weight * gi[j];
+        }
+    });
+    if (sum) in_parallel(examples * outputs < 1 << 16 ? 1 : workers, [=](int worker) {
+        const int of = examples * outputs < 1 << 16 ? 1 : workers;
+        const long first = share(outputs, worker, of), last = share(outputs, worker + 1, of);
+        std::memset(sum + first, 0, sizeof(float) * (last - first));
+        for (long i = 0; i < examples; i++) add_scaled(1.f, scaled + i * outputs + first, last - first, sum + first);
+    });
+    long count = 0;
+    for (long l : lost) count += l;
+    return count;
+}
+
+// squares (B): the sum of squares of every row of (B, n).
+extern "C" void gradveil_row_squares(const float* rows, long examples, long n, int workers, double* squares) {
+    in_parallel(workers, [=](int worker) {
+        const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
+        for (long i = first; i < last; i++) squares[i] = row_square(rows + i * n, n);
+    });
+}
+
+// out (n) = sum over examples of weights[i] rows[i]; a row of weight zero is not looked at.
+extern "C" void gradveil_weighted_rows(const float* rows, long examples, long n, const float* weights, int workers,
+                                       float* out) {
+    const long chunk = 4096, chunks = (n + chunk - 1) / chunk;  // a part of the sum stays in the nearest cache
+    in_parallel(workers, [=](int worker) {
+        for (long c = share(chunks, worker, workers); c < share(chunks, worker + 1, workers); c++) {
+            const long first = c * chunk, size = n - first < chunk ? n - first : chunk;
+            std::memset(out + first, 0, sizeof(float) * size);
+            for (long i = 0; i < examples; i++)
+                if (weights[i] != 0.f) add_scaled(weights[i], rows + i * n + first, size, out + first);
+        }
+    });
 }

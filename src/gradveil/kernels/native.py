@@ -1,7 +1,11 @@
-"""The small C++ kernel for the CPU: compiled at first use where there is a compiler, and cached.
+"""The C++ kernels for the CPU: compiled at first use where there is a compiler, and cached.
 
 The pure PyTorch path is always there and gives the same sums up to rounding; ``GRADVEIL_NATIVE=0`` chooses it.
 :func:`status` says in one line which is in use.
+
+Threads are those of torch: the kernels are compiled for OpenMP but not linked to any, so that they find the runtime
+that torch has loaded. A second pool of threads would fight torch's for the cores. Where that does not load, they start
+threads of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_long, c_uint32, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,41 +26,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("_native.cpp")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17")  # no fast-math: sums and norms stay IEEE
+_HERE = Path(__file__).parent
+SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_norms.cpp", "_noise.cpp"))
+_HEADER = _HERE / "_native.h"
+# No fast-math: sums and norms stay IEEE. Without errno, square roots are one instruction; their values are the same.
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-std=c++17")
+_THREADS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # for compiling, for linking
+    "torch's threads": (("-fopenmp",), ()),
+    "threads of its own": (("-pthread",), ("-pthread",)),
+}
 _LANES = 16
+_WORTH_A_THREAD = 1 << 14  # elements: below, waking another thread costs more than it does
 
-
-_NAMES = ("C", "H", "W", "O", "OH", "OW", "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW", "G")
+_SHAPE_NAMES = ("C", "H", "W", "O", "OH", "OW", "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW", "G")
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in _NAMES]
+    _fields_ = [(name, c_int) for name in _SHAPE_NAMES]
 
 
-class Kernels:
-    """The compiled functions."""
+class _Target(ctypes.Structure):
+    """A gradient that gets noise."""
 
-    def __init__(self, library: Path) -> None:
-        loaded = ctypes.CDLL(str(library))
-        self._conv = loaded.gradveil_conv2d_clip
-        pointer, long = ctypes.c_void_p, ctypes.c_long
-        self._conv.restype = None
-        self._conv.argtypes = [
-            pointer,
-            pointer,
-            long,
-            long,
-            ctypes.POINTER(_Shape),
-            ctypes.c_int,
-            ctypes.c_float,
-            pointer,
-            pointer,
-            pointer,
-        ]
-        self.vector_bits = int(loaded.gradveil_vector_bits())
+    _fields_ = [
+        ("grad", c_void_p),
+        ("count", c_int64),
+        ("std", c_double),
+        ("doubles", c_int32),
+        ("index", c_uint32),
+    ]
 
-    def conv2d_clip(
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gradveil_conv2d": (
+        None,
+        [c_void_p, c_void_p, c_long, POINTER(_Shape), c_int, c_double, c_int, *[c_void_p] * 5],
+    ),
+    "gradveil_conv2d_fold": (None, [c_void_p, c_long, c_long, c_long, c_long, c_void_p]),
+    "gradveil_linear_clip": (
+        None,
+        [c_void_p, c_void_p, c_long, c_long, c_int, c_int, c_int, c_double, c_int, *[c_void_p] * 3],
+    ),
+    "gradveil_rank_one_clip": (
+        c_long,
+        [c_void_p, c_void_p, c_long, c_long, c_long, c_int, c_int, c_double, c_int, *[c_void_p] * 3],
+    ),
+    "gradveil_row_squares": (None, [c_void_p, c_long, c_long, c_int, c_void_p]),
+    "gradveil_weighted_rows": (None, [c_void_p, c_long, c_long, c_void_p, c_int, c_void_p]),
+    "gradveil_group_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 4, c_int, *[c_void_p] * 3]),
+    "gradveil_layer_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 3, c_int, *[c_void_p] * 3]),
+    "gradveil_noise": (None, [c_void_p, c_void_p, c_long, c_double, c_int]),
+    "gradveil_chacha20_block": (None, [c_void_p, c_uint32, c_void_p, c_void_p]),
+    "gradveil_vector_bits": (c_int, []),
+    "gradveil_openmp": (c_int, []),
+}
+
+
+def _workers(elements: int, most: int) -> int:
+    """Threads for this much work, which falls into ``most`` parts."""
+    return max(1, min(torch.get_num_threads(), most, elements // _WORTH_A_THREAD))
+
+
+class ConvGeometry:
+    """What a two-dimensional convolution does, as the kernel wants to know it."""
+
+    def __init__(
         self,
         x: Tensor,
         g: Tensor,
@@ -66,50 +100,252 @@ class Kernels:
         padding: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-        bias: bool,
-        bound: float,
+    ) -> None:
+        self.kernel, self.groups = tuple(kernel), groups
+        self.channels, self.outputs = x.shape[1], g.shape[1]
+        self.rows = self.channels // groups * kernel[0] * kernel[1]
+        padded = -(-(self.outputs // groups) // _LANES) * _LANES
+        self.size = groups * self.rows * padded  # elements of one example's gradient, as it is kept
+        shape = (*x.shape[1:], *g.shape[1:], *kernel, *stride, *padding, *dilation, groups)
+        self.shape = _Shape(*shape)
+
+
+class Kernels:
+    """The compiled functions. All tensors are float32 on the CPU, see :func:`usable`."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for name, (returns, takes) in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = returns, takes
+        self.vector_bits = int(self._library.gradveil_vector_bits())
+        self.shares_threads = bool(self._library.gradveil_openmp())
+
+    # ---- convolutions
+
+    def conv2d_clip(
+        self, x: Tensor, g: Tensor, geometry: ConvGeometry, *, bias: bool, bound: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of clipped weight and bias gradients, and squared norms (float64) per example, before clipping.
 
         An example's gradient of weight and bias together is scaled to norm ``bound`` at most; one that is not
-        finite adds nothing. Float32 on the CPU.
+        finite adds nothing.
         """
+        examples = len(x)
+        workers = _workers(examples * geometry.size, examples)
+        weight_sums = torch.zeros(workers, geometry.size)
+        bias_sums = torch.zeros(workers, geometry.outputs)
+        squares = self._conv2d(x, g, geometry, bias, bound, workers, weight_sums, bias_sums, None, None)
+        return self._folded(weight_sums, geometry), bias_sums.sum(0), squares
+
+    def conv2d_gradients(
+        self, x: Tensor, g: Tensor, geometry: ConvGeometry, *, bias: bool, buffer: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Bias gradients and squared norms (float64) per example; weight gradients go to ``buffer`` (B, size)."""
+        examples = len(x)
+        biases = torch.empty(examples, geometry.outputs if bias else 0)
+        workers = _workers(examples * geometry.size, examples)
+        squares = self._conv2d(x, g, geometry, bias, 0.0, workers, None, None, buffer, biases)
+        return biases, squares
+
+    def conv2d_weighted(self, buffer: Tensor, geometry: ConvGeometry, weights: Tensor) -> Tensor:
+        """The sum of the gradients in ``buffer``, each with its weight; one of weight zero is not looked at."""
+        return self._folded(self.weighted_rows(buffer, weights).unsqueeze(0), geometry)
+
+    def _conv2d(
+        self,
+        x: Tensor,
+        g: Tensor,
+        geometry: ConvGeometry,
+        bias: bool,
+        bound: float,
+        workers: int,
+        weight_sums: Tensor | None,
+        bias_sums: Tensor | None,
+        buffer: Tensor | None,
+        biases: Tensor | None,
+    ) -> Tensor:
         x, g = x.contiguous(), g.contiguous()
-        examples, channels = x.shape[:2]
-        outputs = g.shape[1]
-        shape = _Shape(channels, *x.shape[2:], outputs, *g.shape[2:], *kernel, *stride, *padding, *dilation, groups)
-        rows = channels // groups * kernel[0] * kernel[1]
-        padded = -(-(outputs // groups) // _LANES) * _LANES
-        workers = max(1, min(torch.get_num_threads(), examples))
-        weight_sums = torch.zeros(workers, groups, rows, padded)
-        bias_sums = torch.zeros(workers, outputs)
+        squares = torch.empty(len(x), dtype=torch.float64)
+        self._library.gradveil_conv2d(
+            x.data_ptr(),
+            g.data_ptr(),
+            len(x),
+            ctypes.byref(geometry.shape),
+            int(bias),
+            bound,
+            workers,
+            _pointer(weight_sums),
+            _pointer(bias_sums),
+            squares.data_ptr(),
+            _pointer(buffer),
+            _pointer(biases) if bias else None,
+        )
+        return squares
+
+    def _folded(self, sums: Tensor, geometry: ConvGeometry) -> Tensor:
+        """(O, C / G, *kernel) from parts as the kernel keeps them."""
+        og = geometry.outputs // geometry.groups
+        out = torch.empty(geometry.outputs, geometry.channels // geometry.groups, *geometry.kernel)
+        self._library.gradveil_conv2d_fold(
+            sums.data_ptr(), len(sums), geometry.groups, geometry.rows, og, out.data_ptr()
+        )
+        return out
+
+    # ---- linear layers
+
+    def linear_clip(self, x_BTD: Tensor, g_BTO: Tensor, *, bias: bool, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of clipped weight (O, D) and bias gradients, and squared norms (float64), as :meth:`conv2d_clip`."""
+        x, g = x_BTD.contiguous(), g_BTO.contiguous()
+        examples, positions, inputs = x.shape
+        outputs = g.shape[2]
+        width = -(-inputs // _LANES) * _LANES
+        workers = _workers(examples * outputs * width, examples)
+        weight_sums, bias_sums = torch.zeros(workers, outputs, width), torch.zeros(workers, outputs)
         squares = torch.empty(examples, dtype=torch.float64)
+        self._library.gradveil_linear_clip(
+            x.data_ptr(),
+            g.data_ptr(),
+            examples,
+            positions,
+            inputs,
+            outputs,
+            int(bias),
+            bound,
+            workers,
+            weight_sums.data_ptr(),
+            bias_sums.data_ptr(),
+            squares.data_ptr(),
+        )
+        return weight_sums.sum(0)[:, :inputs].contiguous(), bias_sums.sum(0), squares
 
-        def work(worker: int) -> None:
-            self._conv(
-                x.data_ptr(),
-                g.data_ptr(),
-                examples * worker // workers,
-                examples * (worker + 1) // workers,
-                ctypes.byref(shape),
-                int(bias),
-                bound,
-                weight_sums[worker].data_ptr(),
-                bias_sums[worker].data_ptr(),
-                squares.data_ptr(),
-            )
+    def rank_one_clip(
+        self, x_BD: Tensor, g_BO: Tensor, *, weight: bool, bias: bool, bound: float
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """For gradients g x^T: clipped rows of g, their sum, squared norms (float64), how many are not finite."""
+        x, g = x_BD.contiguous(), g_BO.contiguous()
+        examples, inputs = x.shape
+        outputs = g.shape[1]
+        scaled, total = torch.empty_like(g), torch.empty(outputs if bias else 0)
+        squares = torch.empty(examples, dtype=torch.float64)
+        lost = self._library.gradveil_rank_one_clip(
+            x.data_ptr(),
+            g.data_ptr(),
+            examples,
+            inputs,
+            outputs,
+            int(weight),
+            int(bias),
+            bound,
+            _workers(examples * (inputs + outputs), examples),
+            scaled.data_ptr(),
+            total.data_ptr() if bias else None,
+            squares.data_ptr(),
+        )
+        return scaled, total, squares, int(lost)
 
-        if workers == 1:
-            work(0)
-        else:
-            list(_pool(workers).map(work, range(workers)))  # the calls leave Python's lock to the others
-        summed = weight_sums.sum(0)[:, :, : outputs // groups].transpose(1, 2)
-        return summed.reshape(outputs, channels // groups, *kernel), bias_sums.sum(0), squares
+    # ---- rows
+
+    def row_squares(self, rows: Tensor) -> Tensor:
+        """The squared norm (float64) of every row of (B, n)."""
+        rows = rows.contiguous()
+        squares = torch.empty(len(rows), dtype=torch.float64)
+        self._library.gradveil_row_squares(
+            rows.data_ptr(), len(rows), rows.shape[1], _workers(rows.numel(), len(rows)), squares.data_ptr()
+        )
+        return squares
+
+    def weighted_rows(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Sum over i of weights[i] rows[i]; a row of weight zero is not looked at, whatever it holds."""
+        rows, weights = rows.contiguous(), weights.to(torch.float32).contiguous()
+        out = torch.empty(rows.shape[1])
+        self._library.gradveil_weighted_rows(
+            rows.data_ptr(),
+            len(rows),
+            rows.shape[1],
+            weights.data_ptr(),
+            _workers(rows.numel(), rows.shape[1]),
+            out.data_ptr(),
+        )
+        return out
+
+    # ---- norms
+
+    def group_norm_backward(
+        self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, groups: int, *, to_x: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The input's gradient, and every example's gradients (B, C) of scale and shift. All contiguous."""
+        examples, channels = x.shape[:2]
+        out = torch.empty_like(x) if to_x else None
+        to_scale, to_shift = torch.empty(examples, channels), torch.empty(examples, channels)
+        self._library.gradveil_group_norm_backward(
+            x.data_ptr(),
+            g.data_ptr(),
+            mean.data_ptr(),
+            rstd.data_ptr(),
+            scale.data_ptr(),
+            examples,
+            channels,
+            x.numel() // max(1, examples * channels),
+            groups,
+            _workers(x.numel(), examples * groups),
+            _pointer(out),
+            to_scale.data_ptr(),
+            to_shift.data_ptr(),
+        )
+        return out, to_scale, to_shift
+
+    def layer_norm_backward(
+        self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, *, to_x: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """As :meth:`group_norm_backward`, over the dimensions of ``scale``, which are the last ones of x."""
+        examples, width = x.shape[0], scale.numel()
+        out = torch.empty_like(x) if to_x else None
+        to_scale, to_shift = torch.empty(examples, *scale.shape), torch.empty(examples, *scale.shape)
+        self._library.gradveil_layer_norm_backward(
+            x.data_ptr(),
+            g.data_ptr(),
+            mean.data_ptr(),
+            rstd.data_ptr(),
+            scale.data_ptr(),
+            examples,
+            x.numel() // max(1, examples * width),
+            width,
+            _workers(x.numel(), examples),
+            _pointer(out),
+            to_scale.data_ptr(),
+            to_shift.data_ptr(),
+        )
+        return out, to_scale, to_shift
+
+    # ---- noise
+
+    def add_noise(
+        self, key: bytes, targets: Sequence[tuple[Tensor, float, int]], *, divide_by: float, threads: int | None = None
+    ) -> None:
+        """In place, each (grad, std, index) becomes (grad + std z) / divide_by; contiguous float32 or float64.
+
+        z is N(0, 1) from ChaCha20 under the 32-byte ``key``, with the tensor's index as nonce: the same for any number
+        of threads.
+        """
+        if len(key) != 32:
+            raise ValueError(f"a ChaCha20 key has 32 bytes, not {len(key)}")
+        array = (_Target * len(targets))(
+            *(_Target(t.data_ptr(), t.numel(), std, t.dtype == torch.float64, index) for t, std, index in targets)
+        )
+        elements = sum(t.numel() for t, _, _ in targets)
+        workers = threads or _workers(elements * 4, 1 << 20)
+        self._library.gradveil_noise(key, array, len(targets), divide_by, workers)
+
+    def chacha20_block(self, key: bytes, counter: int, nonce: bytes) -> bytes:
+        """One block of the generator, for its test against the published vector."""
+        out = ctypes.create_string_buffer(64)
+        self._library.gradveil_chacha20_block(key, counter, nonce, out)
+        return out.raw
 
 
-@lru_cache(maxsize=1)
-def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="gradveil-clip")
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _cache_directory() -> Path:
@@ -128,19 +364,23 @@ def _load() -> tuple[Kernels | None, str]:
     compiler = _compiler()
     if compiler is None:
         return None, "PyTorch (no C++ compiler found)"
-    try:
-        library = _built(compiler)
-        kernels = Kernels(library)
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        return None, f"PyTorch (the C++ kernel could not be built: {str(reason).strip().splitlines()[0][:120]})"
-    return kernels, f"native C++, {kernels.vector_bits}-bit vectors"
+    reason = ""
+    for threads in _THREADS:
+        try:
+            kernels = Kernels(_built(compiler, threads))
+        except (OSError, subprocess.SubprocessError, AttributeError) as error:
+            reason = str(getattr(error, "stderr", None) or error).strip()
+        else:
+            return kernels, f"native C++, {kernels.vector_bits}-bit vectors, {threads}"
+    return None, f"PyTorch (the C++ kernel could not be built: {(reason.splitlines() or ['no reason given'])[0][:120]})"
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: str, threads: str) -> Path:
     """The compiled library, from the cache or made now; whole or not there at all."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    told = "\n".join([SOURCE.read_text(), " ".join(FLAGS), version, platform.machine(), _cpu_flags()])
+    to_compile, to_link = _THREADS[threads]
+    text = [path.read_text() for path in (_HEADER, *SOURCES)]
+    told = "\n".join([*text, " ".join([*FLAGS, *to_compile, *to_link]), version, platform.machine(), _cpu_flags()])
     name = f"kernels-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
     directory = _cache_directory()
     library = directory / name
@@ -149,11 +389,16 @@ def _built(compiler: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / name
-        subprocess.run(
-            [compiler, *FLAGS, "-o", str(made), str(SOURCE)], capture_output=True, text=True, check=True, timeout=120
-        )
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
+        for source, compiled in zip(SOURCES, objects, strict=True):
+            _run([compiler, *FLAGS, *to_compile, "-c", "-o", compiled, str(source)])
+        _run([compiler, "-shared", *to_link, "-o", str(made), *objects])
         os.replace(made, library)
     return library
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
 
 
 def _cpu_flags() -> str:
@@ -177,4 +422,9 @@ def status() -> str:
 
 def usable(*tensors: Any) -> bool:
     """Whether the kernel takes these tensors."""
-    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+    return all(t.is_cpu and t.dtype == torch.float32 for t in tensors)
+
+
+def for_tensors(*tensors: Any) -> Kernels | None:
+    """The compiled kernels, where there are any and they take these tensors."""
+    return kernels() if usable(*tensors) else None

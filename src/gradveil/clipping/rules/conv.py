@@ -7,6 +7,7 @@ pixel saw. That product *is* the work of the weight gradient, so clipping it on 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +16,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, keep_rows, wide_pair
+from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair, workspace
 from gradveil.kernels import native
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def choose_formula(*, pixels: int, places: int, fields: int, maps: int, taps: int, groups: int) -> str:
+    """How to get at the norms, by cost in multiply-adds per example.
+
+    direct   form the gradient, L * K C O: the work of the sum itself. Clipped on the way to it, it costs a few passes
+             over its K C O elements: cheap in the cache of a core, a hundred multiply-adds each where it does not fit.
+    gram     sum over pairs of pixels of <patch, patch> <g, g>, where the products of patches are sums of products of
+             input pixels (P of them): P^2 C + L^2 (K + O). One scaled contraction follows. For few pixels and many
+             channels.
+    """
+    settings = performance.settings()
+    if groups != 1 or settings.formula == "direct":
+        return "direct"
+    if settings.formula == "gram":
+        return "gram"
+    elements = fields * maps * taps
+    gram = places**2 * fields + pixels**2 * (8 * taps + maps)  # adding up shifted products is limited by memory
+    return "gram" if elements > settings.cached_elements and gram < 50 * elements else "direct"
 
 
 class ConvUse(Use):
@@ -53,60 +74,148 @@ class ConvUse(Use):
         self.field, self.map = wide_pair(field, map_)
         self.g = self.field if transposed else self.map
         self.kernel, self.stride, self.padding, self.dilation, self.groups = kernel, stride, padding, dilation, groups
-        taps, pixels = math.prod(kernel), math.prod(map_.shape[2:])
-        self.elements_per_example = field.shape[1] * taps * max(pixels, map_.shape[1] // groups)
+        self.taps, self.pixels = math.prod(kernel), math.prod(map_.shape[2:])
+        self.elements_per_example = field.shape[1] * self.taps * max(self.pixels, map_.shape[1] // groups)
+        self._buffer: tuple[Tensor, Tensor, native.ConvGeometry] | None = None  # gradients of weight and bias, in C++
+        self._dropped: Tensor | None = None
+        self.formula = "direct"
+        if weight and one_contraction:
+            places = math.prod(n + 2 * p for n, p in zip(field.shape[2:], padding, strict=True))
+            self.formula = choose_formula(
+                pixels=self.pixels,
+                places=places,
+                fields=field.shape[1],
+                maps=map_.shape[1],
+                taps=self.taps,
+                groups=groups,
+            )
+
+    # ---- per-example gradients, by PyTorch
+
+    def per_example(self, rows: slice) -> list[Tensor]:
+        found = self._gradients(rows)
+        return [self._weight_in_order(found[0], (len(found[0]),)), *found[1:]] if self.weight else found
+
+    def _gradients(self, rows: slice) -> list[Tensor]:
+        """Weight gradients as (b, O, -1), their elements in the order of the patches."""
+        found = []
+        if self.weight:
+            map_ = self.map[rows]
+            b, channels = map_.shape[:2]
+            field = self.field[rows]
+            if self._channels_inside:
+                product = torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field))
+            else:
+                patches = self._patches(field)  # (b, G, C/G K, L)
+                product = map_.reshape(b * self.groups, channels // self.groups, -1) @ patches.flatten(0, 1).mT
+            found.append(product.view(b, channels, -1))
+        return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
+
+    def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
+        return [self._weight_in_order(sums[0], ()).contiguous(), *sums[1:]] if self.weight else sums
+
+    def _weight_in_order(self, weight: Tensor, examples: tuple[int, ...]) -> Tensor:
+        """(*examples, O, C/G, *kernel) from the order of the patches."""
+        shape = (*examples, self.map.shape[1])
+        if self._channels_inside:
+            return weight.view(*shape, *self.kernel, -1).movedim(-1, len(shape))
+        return weight.view(*shape, -1, *self.kernel)
+
+    @property
+    def _channels_inside(self) -> bool:
+        """Whether patches are cut with the channels innermost: copying is quick where runs are long."""
+        of_channels = self.field.shape[1] * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
+        of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
+        return self.groups == 1 and self.taps > 1 and of_channels > of_pixels
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""
+        if any(self.padding):
+            x = F.pad(x, [p for width in reversed(self.padding) for p in (width, width)])
+        x = x.contiguous()
+        b, c = x.shape[:2]
+        view = x.as_strided(
+            (b, c, *self.kernel, *self.map.shape[2:]),
+            (*x.stride()[:2], *self._steps(x.stride()[2:], self.dilation), *self._steps(x.stride()[2:], self.stride)),
+        )
+        return view.reshape(b, self.groups, c // self.groups * self.taps, self.pixels)
+
+    def _patches_channels_inside(self, x: Tensor) -> Tensor:
+        """(b, L, K C) of one group, from a view whose innermost runs are a row of the kernel with all its channels."""
+        b, c = x.shape[:2]
+        sizes = [n + 2 * p for n, p in zip(x.shape[2:], self.padding, strict=True)]
+        inside = x.new_zeros((b, *sizes, c)) if any(self.padding) else x.new_empty((b, *sizes, c))
+        window = inside
+        for dim, (n, p) in enumerate(zip(x.shape[2:], self.padding, strict=True), start=1):
+            window = window.narrow(dim, p, n)
+        window.copy_(x.movedim(1, -1))
+        strides = inside.stride()[1:-1]
+        view = inside.as_strided(
+            (b, *self.map.shape[2:], *self.kernel, c),
+            (inside.stride()[0], *self._steps(strides, self.stride), *self._steps(strides, self.dilation), 1),
+        )
+        return view.reshape(b, self.pixels, self.taps * c)
+
+    @staticmethod
+    def _steps(strides: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
+        return tuple(s * t for s, t in zip(strides, times, strict=True))
+
+    # ---- norms
+
+    def sq_norms(self) -> list[Tensor]:
+        if self.formula == "gram":
+            bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
+            return [self._gram_sq_norms(), *bias]
+        geometry = self._geometry()
+        kernels = native.kernels() if geometry is not None else None
+        if kernels is None or geometry is None:
+            return super().sq_norms()
+        if self.examples * geometry.size > performance.settings().kept(self.device):
+            # Norms only: nothing is added to the sums of a bound of zero.
+            weight_sq = kernels.conv2d_clip(*self._lifted(), geometry, bias=False, bound=0.0)[2]
+            bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
+            return [weight_sq.float(), *bias]
+        buffer = workspace.take(self.examples, geometry.size)
+        biases, weight_sq = kernels.conv2d_gradients(*self._lifted(), geometry, bias=self.bias, buffer=buffer)
+        self._buffer = (buffer, biases, geometry)
+        return [weight_sq.float()] + ([row_sq_norms(biases)] if self.bias else [])
+
+    def _gram_sq_norms(self) -> Tensor:
+        """From products of pixels. They cancel: a bound on the rounding is added, so no norm is underestimated."""
+        x, g = self.field, self.map.flatten(2)
+        if any(self.padding):
+            x = F.pad(x, [p for width in reversed(self.padding) for p in (width, width)])
+        sizes, pixels = x.shape[2:], self.map.shape[2:]
+        flat = x.flatten(2)
+        of_places = torch.bmm(flat.mT, flat).view(-1, *sizes, *sizes)
+        per_example, *strides = of_places.stride()
+        rows, columns = strides[: len(sizes)], strides[len(sizes) :]
+        steps = (per_example, *self._steps(rows, self.stride), *self._steps(columns, self.stride))
+        # A tap of the kernel moves both pixels of a pair.
+        both = self._steps([a + b for a, b in zip(rows, columns, strict=True)], self.dilation)
+        xx = None
+        for tap in itertools.product(*(range(k) for k in self.kernel)):
+            offset = sum(self._steps(both, tap))
+            part = of_places.as_strided((self.examples, *pixels, *pixels), steps, offset)
+            xx = part.clone() if xx is None else xx.add_(part)
+        assert xx is not None
+        return gram_sq_norms(xx.view(self.examples, self.pixels, self.pixels), torch.bmm(g.mT, g))
+
+    # ---- sums
+
+    def keep(self, keep: Tensor) -> None:
+        if self._buffer is None:
+            super().keep(keep)
+        else:
+            self._dropped = ~keep
 
     def _drop(self, keep: Tensor) -> None:
         self.field, self.map = keep_rows(self.field, keep), keep_rows(self.map, keep)
         self.g = self.field if self.transposed else self.map
 
-    def per_example(self, rows: slice) -> list[Tensor]:
-        found = []
-        if self.weight:
-            map_ = self.map[rows]
-            b, channels = map_.shape[:2]
-            patches = self._patches(self.field[rows], tuple(map_.shape[2:]))  # (b, G, C/G K, L)
-            product = map_.reshape(b * self.groups, channels // self.groups, -1) @ patches.flatten(0, 1).mT
-            found.append(product.reshape(b, channels, -1, *self.kernel))
-        return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
-
-    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
-        kernels = native.kernels() if native.usable(self.field, self.map) else None
-        if kernels is None or self.transposed or not self.weight or len(self.kernel) > 2:
-            return None
-        lift = len(self.kernel) == 1  # one dimension is two, the first of them of size one
-        weight, bias, squares = kernels.conv2d_clip(
-            self.field.unsqueeze(2) if lift else self.field,
-            self.map.unsqueeze(2) if lift else self.map,
-            kernel=(1, *self.kernel) if lift else self.kernel,
-            stride=(1, *self.stride) if lift else self.stride,
-            padding=(0, *self.padding) if lift else self.padding,
-            dilation=(1, *self.dilation) if lift else self.dilation,
-            groups=self.groups,
-            bias=self.bias,
-            bound=bound,
-        )
-        found = [weight.reshape(self.map.shape[1], -1, *self.kernel)]
-        return found + ([bias] if self.bias else []), squares
-
-    def _patches(self, x: Tensor, pixels: tuple[int, ...]) -> Tensor:
-        """Patches from a strided view: one copy, and no kernel launch per example (as F.unfold has on CUDA)."""
-        if any(self.padding):
-            x = F.pad(x, [p for width in reversed(self.padding) for p in (width, width)])
-        x = x.contiguous()
-        b, c = x.shape[:2]
-        strides = x.stride()
-        view = x.as_strided(
-            (b, c, *self.kernel, *pixels),
-            (
-                *strides[:2],
-                *(s * d for s, d in zip(strides[2:], self.dilation, strict=True)),
-                *(s * d for s, d in zip(strides[2:], self.stride, strict=True)),
-            ),
-        )
-        return view.reshape(b, self.groups, c // self.groups * math.prod(self.kernel), math.prod(pixels))
-
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        if self._buffer is not None:
+            return self._buffered_sums(weights)
         if self._cached or any(w is not weights[0] for w in weights[1:]) or not self.one_contraction:
             return super().weighted_sums(weights)
         w = weights[0].to(self.map.dtype).view(-1, *[1] * (self.map.dim() - 1))
@@ -132,6 +241,52 @@ class ConvUse(Use):
         if self.bias:
             found.append((self.g.flatten(2).sum(2) * weights[-1].to(self.g.dtype).view(-1, 1)).sum(0))
         return found
+
+    def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
+        return self._clipped_by_norms(weigh) if self.formula == "gram" else super().clipped_sums(weigh)
+
+    # ---- by the C++ kernel
+
+    def _geometry(self) -> native.ConvGeometry | None:
+        """None where the kernel does not take this convolution."""
+        if self.transposed or not self.weight or len(self.kernel) > 2:
+            return None
+        if native.for_tensors(self.field, self.map) is None:
+            return None
+        lift = len(self.kernel) == 1  # one dimension is two, the first of them of size one
+        return native.ConvGeometry(
+            *self._lifted(),
+            kernel=(1, *self.kernel) if lift else self.kernel,
+            stride=(1, *self.stride) if lift else self.stride,
+            padding=(0, *self.padding) if lift else self.padding,
+            dilation=(1, *self.dilation) if lift else self.dilation,
+            groups=self.groups,
+        )
+
+    def _lifted(self) -> tuple[Tensor, Tensor]:
+        if len(self.kernel) == 1:
+            return self.field.unsqueeze(2), self.map.unsqueeze(2)
+        return self.field, self.map
+
+    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
+        geometry = self._geometry() if self.formula == "direct" else None
+        kernels = native.kernels()
+        if geometry is None or kernels is None:
+            return None
+        weight, bias, squares = kernels.conv2d_clip(*self._lifted(), geometry, bias=self.bias, bound=bound)
+        found = [weight.view(self.map.shape[1], -1, *self.kernel)]
+        return found + ([bias] if self.bias else []), squares
+
+    def _buffered_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        kernels = native.kernels()
+        assert self._buffer is not None and kernels is not None
+        buffer, biases, geometry = self._buffer
+        self._buffer = None
+        if self._dropped is not None:
+            weights = [w.masked_fill(self._dropped, 0.0) for w in weights]
+        found = [kernels.conv2d_weighted(buffer, geometry, weights[0]).view(self.map.shape[1], -1, *self.kernel)]
+        workspace.give_back(buffer)
+        return found + ([kernels.weighted_rows(biases, weights[-1])] if self.bias else [])
 
 
 class ConvRule(LayerRule):

@@ -12,40 +12,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, Weigh, wide_pair
+from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair
+from gradveil.kernels import native
+
+
+def choose_formula(positions: int, inputs: int, outputs: int) -> str:
+    """How to get at the norms, by cost in multiply-adds per example.
+
+    rank-one   T = 1: |g| |x|, and then one product of scaled rows.                                T (D + O)
+    gram       sum_st <x_s, x_t> <g_s, g_t>, for few positions of wide layers, and then one product. T^2 (D + O)
+    direct     form the gradient, T D O: the work of the sum itself where the gradient is clipped on the way to it,
+               and work done twice where the norms of other layers have to be known first.
+    """
+    forced = performance.settings().formula
+    if positions == 1:
+        return "rank-one"
+    if forced in ("gram", "direct"):
+        return forced
+    return "gram" if positions * (inputs + outputs) < inputs * outputs else "direct"
 
 
 class LinearUse(Use):
     """Gradients of y = x W^T + b; parameters: weight (O, D) and bias (O), those that train.
 
-    Three ways to the norm of one example's weight gradient sum_t g_t x_t^T, chosen by their cost:
-    rank one (T = 1: |g| |x|), Gram (sum_st <x_s, x_t> <g_s, g_t>, for few positions of wide layers),
-    and direct (form the gradient, and clip it on the way to the sum).
+    See :func:`choose_formula` for the ways to the norm of one example's weight gradient sum_t g_t x_t^T.
     """
+
+    keeps_gradients = False  # one product of scaled rows gives the sum
 
     def __init__(self, x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> None:
         self.examples, self.device = x.shape[0], x.device
         self.weight, self.bias = weight, bias
-        positions = math.prod(x.shape[1:-1])
-        x, g = wide_pair(x, g)
-        self.x_BTD = x.reshape(self.examples, positions, x.shape[-1])
-        self.g_BTO = g.reshape(self.examples, positions, g.shape[-1])
+        self.positions = math.prod(x.shape[1:-1])
         inputs, outputs = x.shape[-1], g.shape[-1]
+        x, g = wide_pair(x, g)
+        if x.dim() != 2:
+            shape = (self.examples,) if self.positions == 1 else (self.examples, self.positions)
+            x, g = x.reshape(*shape, inputs), g.reshape(*shape, outputs)
+        self._x, self._g = x, g  # (B, D) and (B, O) where T = 1: small layers feel every view
         self.elements_per_example = inputs * outputs
-        if positions == 1 or not weight:
-            self.formula = "rank-one"
-        elif positions * (inputs + outputs) < inputs * outputs:
-            self.formula = "gram"
-        else:
-            self.formula = "direct"
+        self.formula = choose_formula(self.positions, inputs, outputs) if weight else "rank-one"
+
+    @property
+    def x_BTD(self) -> Tensor:
+        return self._x if self._x.dim() == 3 else self._x.unsqueeze(1)
+
+    @property
+    def g_BTO(self) -> Tensor:
+        return self._g if self._g.dim() == 3 else self._g.unsqueeze(1)
 
     def _drop(self, keep: Tensor) -> None:
-        zero = self.g_BTO.new_zeros(())
-        self.x_BTD = torch.where(keep.view(-1, 1, 1), self.x_BTD, zero)
-        self.g_BTO = torch.where(keep.view(-1, 1, 1), self.g_BTO, zero)
+        self._x, self._g = keep_rows(self._x, keep), keep_rows(self._g, keep)
 
     def per_example(self, rows: slice) -> list[Tensor]:
+        return self._gradients(rows)
+
+    def _gradients(self, rows: slice) -> list[Tensor]:
         x, g = self.x_BTD[rows], self.g_BTO[rows]
         found = [torch.bmm(g.mT, x)] if self.weight else []
         return found + ([g.sum(1)] if self.bias else [])
@@ -53,43 +77,47 @@ class LinearUse(Use):
     def sq_norms(self) -> list[Tensor]:
         if self.formula == "direct":
             return super().sq_norms()
-        g_BO = self.g_BTO.sum(1) if self.g_BTO.shape[1] != 1 else self.g_BTO[:, 0]
-        bias_sq = torch.linalg.vecdot(g_BO, g_BO)
+        bias_sq = row_sq_norms(self._g.sum(1) if self.positions != 1 else self._g)
         found = []
         if self.weight and self.formula == "rank-one":
-            x_BD = self.x_BTD[:, 0]
-            found.append(torch.linalg.vecdot(x_BD, x_BD) * bias_sq)
+            found.append(row_sq_norms(self._x) * bias_sq)
         elif self.weight:
-            found.append(self._gram_sq_norms())
+            xx, gg = torch.bmm(self._x, self._x.mT), torch.bmm(self._g, self._g.mT)
+            found.append(gram_sq_norms(xx, gg))
         return found + ([bias_sq] if self.bias else [])
-
-    def _gram_sq_norms(self) -> Tensor:
-        """The Gram form cancels: its rounding error is bounded and added, so the norm is never underestimated."""
-        xx = torch.bmm(self.x_BTD, self.x_BTD.mT)
-        gg = torch.bmm(self.g_BTO, self.g_BTO.mT)
-        total = torch.linalg.vecdot(xx.flatten(1).double(), gg.flatten(1).double())
-        lengths = (xx.diagonal(dim1=1, dim2=2).clamp(min=0) * gg.diagonal(dim1=1, dim2=2).clamp(min=0)).sqrt().sum(1)
-        margin = 4.0 * torch.finfo(xx.dtype).eps * lengths.double().square()
-        safe: Tensor = (total.clamp(min=0) + margin).to(xx.dtype)
-        return safe
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
         scaled: dict[int, Tensor] = {}
         for w in weights:
             if id(w) not in scaled:
-                scaled[id(w)] = self.g_BTO * w.to(self.g_BTO.dtype).view(-1, 1, 1)
+                rows = self._g * w.to(self._g.dtype).view(-1, *[1] * (self._g.dim() - 1))
+                scaled[id(w)] = rows if rows.dim() == 2 else rows.flatten(0, 1)
         found = []
         if self.weight:
-            found.append(scaled[id(weights[0])].flatten(0, 1).mT @ self.x_BTD.flatten(0, 1))
-        return found + ([scaled[id(weights[-1])].sum((0, 1))] if self.bias else [])
+            x = self._x if self._x.dim() == 2 else self._x.flatten(0, 1)
+            found.append(scaled[id(weights[0])].mT @ x)
+        return self._in_order(found + ([scaled[id(weights[-1])].sum(0)] if self.bias else []))
 
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
-        if self.formula == "direct":
-            return super().clipped_sums(weigh)
-        weights, keep = weigh(slice(None), self.sq_norms())
-        if keep is not None:
-            self.keep(keep)
-        return self.weighted_sums(weights)
+        return super().clipped_sums(weigh) if self.formula == "direct" else self._clipped_by_norms(weigh)
+
+    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
+        kernels = native.for_tensors(self._x, self._g)
+        if kernels is None:
+            return None
+        if self.positions == 1:
+            scaled, shift, squares, lost = kernels.rank_one_clip(
+                self._x, self._g, weight=self.weight, bias=self.bias, bound=bound
+            )
+            found = []
+            if self.weight:
+                found.append(scaled.mT @ (keep_rows(self._x, squares.isfinite()) if lost else self._x))
+        elif self.weight and performance.settings().formula != "gram":
+            total, shift, squares = kernels.linear_clip(self._x, self._g, bias=self.bias, bound=bound)
+            found = [total]
+        else:
+            return None
+        return self._in_order([*found, shift] if self.bias else found), squares
 
 
 class LinearRule(LayerRule):
@@ -109,12 +137,11 @@ class _Transposed(LinearUse):
     """Weight stored as (D, O)."""
 
     def per_example(self, rows: slice) -> list[Tensor]:
-        found = super().per_example(rows)
+        found = self._gradients(rows)
         return [found[0].mT, *found[1:]] if self.weight else found
 
-    def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        found = super().weighted_sums(weights)
-        return [found[0].mT.contiguous(), *found[1:]] if self.weight else found
+    def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
+        return [sums[0].mT.contiguous(), *sums[1:]] if self.weight else sums
 
 
 class Conv1DRule(LayerRule):

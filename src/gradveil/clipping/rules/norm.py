@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.uses import MaterialisedUse, Use, wide, wide_pair
+from gradveil.kernels import native
 
 
 def _over_positions(t: Tensor, last: int) -> Tensor:
@@ -35,6 +36,12 @@ class LayerNormRule(LayerRule):
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
         mean, rstd = kept
+        kernels = native.for_tensors(x, g, weight, mean, rstd)
+        if kernels is not None:
+            to_x, scaled, shift = kernels.layer_norm_backward(
+                x.contiguous(), g.contiguous(), mean, rstd, weight.contiguous(), to_x=needs[0]
+            )
+            return to_x, _use(scaled, shift, needs)
         to_x, last = None, len(self.module.normalized_shape)
         if needs[0]:
             to_x = torch.ops.aten.native_layer_norm_backward(
@@ -88,6 +95,12 @@ class GroupNormRule(LayerRule):
         n, c = x.shape[:2]
         groups, pixels = self.groups(c), x[0, 0].numel()
         x, g = x.contiguous(), g.contiguous()
+        kernels = native.for_tensors(x, g, weight, mean, rstd)
+        if kernels is not None:
+            to_x, scaled, shift = kernels.group_norm_backward(
+                x, g, mean, rstd, weight.contiguous(), groups, to_x=needs[0]
+            )
+            return to_x, _use(scaled, shift, needs)
         to_x = None
         if needs[0]:
             to_x = torch.ops.aten.native_group_norm_backward(

@@ -1,0 +1,157 @@
+"""The generator of noise: the cipher against its published vector, normal values, tails, threads, independence."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from gradveil import randomness
+from gradveil.kernels import native
+from gradveil.randomness import NoiseSource, SecretKey
+
+needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
+KEY = bytes(range(32))
+DTYPES = [torch.float32, torch.float64]
+SOUND = 1e-6  # a sound generator fails once in a million runs; keys are fixed here, so it fails never or always
+
+
+def draw(count, *, key=KEY, index=0, dtype=torch.float32, threads=1):
+    out = torch.zeros(count, dtype=dtype)
+    native.kernels().add_noise(key, [(out, 1.0, index)], divide_by=1.0, threads=threads)
+    return out
+
+
+@needs_kernel
+def test_chacha20_gives_the_block_of_rfc_8439():
+    nonce = bytes.fromhex("000000090000004a00000000")
+    wanted = (
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+    )
+    assert native.kernels().chacha20_block(KEY, 1, nonce).hex() == wanted
+
+
+def words(key, index, batch):
+    """The words behind one batch of 256 values: (word, block)."""
+    kernels = native.kernels()
+    nonce = index.to_bytes(4, "little") + bytes(8)
+    blocks = [np.frombuffer(kernels.chacha20_block(key, 16 * batch + b, nonce), dtype="<u4") for b in range(16)]
+    return np.stack(blocks, axis=1).astype(np.uint64)
+
+
+@needs_kernel
+def test_float32_values_are_box_muller_of_the_words_to_the_last_bits():
+    got = draw(4 * 256, index=7).double().numpy().reshape(4, 2, 8, 16)
+    for batch in range(4):
+        w = words(KEY, 7, batch)
+        u = (w[:8].astype(float) + 0.5) / 2**32
+        angle = 2 * np.pi * (w[8:].astype(float) + 0.5) / 2**32
+        radius = np.sqrt(-2 * np.log(u))
+        assert np.abs(got[batch, 0] - radius * np.cos(angle)).max() < 1e-6
+        assert np.abs(got[batch, 1] - radius * np.sin(angle)).max() < 1e-6
+        assert np.abs(np.hypot(got[batch, 0], got[batch, 1]) / radius - 1).max() < 4e-7
+
+
+@needs_kernel
+def test_float64_values_are_box_muller_of_53_bits():
+    got = draw(2 * 128, index=3, dtype=torch.float64).numpy().reshape(2, 2, 4, 16)
+    for batch in range(2):
+        w = words(KEY, 3, batch)
+        j, k = (w[:4] << np.uint64(32) | w[4:8]) >> np.uint64(11), (w[8:12] << np.uint64(32) | w[12:]) >> np.uint64(11)
+        radius = np.sqrt(-2 * np.log((j.astype(float) + 0.5) / 2**53))
+        angle = 2 * np.pi * (k.astype(float) + 0.5) / 2**53
+        assert np.abs(got[batch, 0] - radius * np.cos(angle)).max() < 1e-14
+        assert np.abs(got[batch, 1] - radius * np.sin(angle)).max() < 1e-14
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_normal_in_every_part_of_the_distribution(dtype):
+    z = draw(3_000_000, dtype=dtype).double().numpy()
+    assert np.isfinite(z).all()
+    assert stats.kstest(z, "norm").pvalue > SOUND
+    for moment, wanted, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert abs((z**moment).mean() - wanted) < 5 * math.sqrt(spread / len(z))
+    for at in (2.0, 3.0, 4.0, 4.5):
+        for side in (z > at, z < -at):
+            expected = stats.norm.sf(at) * len(z)
+            assert stats.poisson.sf(side.sum() - 1, expected) > SOUND
+            assert stats.poisson.cdf(side.sum(), expected) > SOUND
+    assert 4.8 < np.abs(z).max() < 6.77
+    small = np.abs(z[np.abs(z) < 1e-3]) * 1e3  # fine near zero too, not a grid
+    assert stats.kstest(small, "uniform").pvalue > SOUND
+    assert len(np.unique(small)) > 0.99 * len(small)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_are_independent(dtype):
+    """One, a vector, half a batch and a batch apart; in sign, size and square."""
+    z = draw(1_000_000, dtype=dtype).double().numpy()
+    for apart in (1, 2, 8, 15, 16, 17, 64, 128, 240, 256, 4096):
+        a, b = z[:-apart], z[apart:]
+        for f in (np.sign, np.abs, np.square, lambda v: v):
+            correlation = np.corrcoef(f(a), f(b))[0, 1]
+            assert abs(correlation) * math.sqrt(len(a)) < 5.5
+    grid, _, _ = np.histogram2d(stats.norm.cdf(z[::2]), stats.norm.cdf(z[1::2]), bins=20, range=[[0, 1]] * 2)
+    assert stats.chisquare(grid.ravel()).pvalue > SOUND
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 15, 16, 255, 256, 257, 100_003])
+def test_the_number_of_threads_does_not_matter_and_a_shorter_tensor_has_the_first_values(count, dtype):
+    one = draw(count, dtype=dtype)
+    for threads in (2, 3, 7):
+        assert torch.equal(one, draw(count, dtype=dtype, threads=threads))
+    assert torch.equal(one, draw(count + 300, dtype=dtype)[:count])
+
+
+@needs_kernel
+def test_keys_tensors_and_steps_have_values_of_their_own():
+    other = bytes([1]) + KEY[1:]
+    columns = [draw(20_000), draw(20_000, index=1), draw(20_000, key=other)]
+    steps = [NoiseSource(SecretKey(5), step) for step in (0, 1)]
+    columns += [source.normal_like(torch.empty(20_000)) for source in steps for _ in range(2)]
+    correlation = torch.corrcoef(torch.stack(columns)) - torch.eye(len(columns))
+    assert float(correlation.abs().max()) < 5.5 / math.sqrt(20_000)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_noise_is_added_in_one_rounding(kernel, dtype, monkeypatch):
+    """(g + std z) / n, with the draw in float32 at least: half precision rounds once, at the end."""
+    if not kernel:
+        monkeypatch.setattr(native, "kernels", lambda: None)
+    grads = [torch.randn(300).to(dtype), torch.randn(7, 41).to(dtype), torch.randn(()).to(dtype)]
+    before, stds = [g.clone() for g in grads], [0.5, 2.0, 1.0]
+    versions = [g._version for g in grads]
+    NoiseSource(SecretKey(3), 4).add_to(grads, stds, divide_by=3.0)
+    again = NoiseSource(SecretKey(3), 4)
+    for grad, old, std, version in zip(grads, before, stds, versions, strict=True):
+        z = again.wide_normal_like(old)
+        assert z.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        wanted = (old.to(z.dtype) + std * z) / 3.0
+        assert torch.allclose(grad, wanted.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+        assert grad._version > version  # torch is told
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_gradients_that_are_not_contiguous_get_noise_too(kernel, monkeypatch):
+    if not kernel:
+        monkeypatch.setattr(native, "kernels", lambda: None)
+    grads = [torch.zeros(8, 3, 5, 5).to(memory_format=torch.channels_last), torch.zeros(40, 50).mT]
+    NoiseSource(SecretKey(3), 4).add_to(grads, [1.0, 1.0], divide_by=1.0)
+    z = torch.cat([g.flatten() for g in grads]).numpy()
+    assert stats.kstest(z, "norm").pvalue > SOUND
+
+
+def test_the_generator_in_use_is_named(monkeypatch):
+    if native.kernels() is not None:
+        assert randomness.cpu_generator() == "native: ChaCha20, Box-Muller"
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    assert randomness.cpu_generator() == "numpy: SFC64, ziggurat"
