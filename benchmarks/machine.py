@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def description(device: str, threads: int) -> dict[str, Any]:
     """Machine, versions, command, and which kernels were in use."""
     return {
-        "machine": torch.cuda.get_device_name() if device != "cpu" else f"{_cpu()}, {threads} threads",
+        "machine": torch.cuda.get_device_name() if device != "cpu" else f"{_cpu()}, threads: {threads}",
         "clipping": native.status() if device == "cpu" else "PyTorch on CUDA, eager",
         "versions": {name: v for name in ("gradveil", "torch", "opacus") if (v := version(name))}
         | {"python": platform.python_version()},

@@ -4,13 +4,12 @@
 
 What is given is the highest resident size during some steps after the first few, above the resident size before the
 model and its data were made: weights, gradients, activations, the batch, and what the libraries keep. A small network
-is trained for one step beforehand, so that code which is loaded at first use is not counted.
+takes some steps in the same mode beforehand, so that code which is loaded at first use is not counted.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import multiprocessing
 import sys
 import warnings
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from workloads import WORKLOADS, Workload
 
 WHAT = (
     "highest resident size during steps after warm-up, above the resident size before model and data were made; "
@@ -46,29 +45,26 @@ def _bytes(field: str) -> int:
     return 1024 * int(lines[field].split()[0])
 
 
-def _load_code() -> None:
-    """One step of a small network with the kinds of layers that the workloads have."""
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    model.extend([nn.LayerNorm(144), nn.Linear(144, 10)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    F.cross_entropy(model(torch.rand(16, 3, 8, 8)), torch.zeros(16, dtype=torch.long)).backward()
-    optimizer.step()
+def _small() -> nn.Module:
+    """The kinds of layers that the workloads have."""
+    layers = [nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.LayerNorm(144), nn.Linear(144, 10))
+
+
+SMALL = Workload("small", "loads code", _small, (3, 8, 8), 10, 16)
 
 
 def _child(pipe: Connection, workload: str, mode: str, threads: int) -> None:
     from modes import MODES
-    from workloads import WORKLOADS
-
-    from gradveil.kernels import native
 
     try:
         warnings.simplefilter("ignore")
         torch.set_num_threads(threads)
         chosen = MODES[mode]
-        for name in chosen.imports:
-            importlib.import_module(name)
-        native.status()
-        _load_code()
+        step = chosen.make(SMALL, "cpu")
+        for _ in range(WARM_UP):
+            step()
+        del step
         gc.collect()
         before = _bytes("VmRSS")
         step = chosen.make(WORKLOADS[workload], "cpu")
