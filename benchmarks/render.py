@@ -1,44 +1,225 @@
-"""Write the tables of README.md from the results files: python benchmarks/render.py [--check]."""
+"""Write the tables of README.md and docs/performance.md from the results files.
+
+    python benchmarks/render.py            # writes
+    python benchmarks/render.py --check    # exit code 1 and the names, where a document is not what the results say
+
+A table stands between <!-- begin NAME --> and <!-- end NAME -->; a results file that is not there gives the line
+"not measured yet".
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "figures"
+DOCUMENTS = ("README.md", "docs/performance.md")
+ABSENT = "not measured yet"
+
+OURS = {  # mode -> heading
+    "gradveil per-layer": "per layer",
+    "gradveil flat": "flat",
+    "gradveil per-layer, pure PyTorch": "per layer, no compiled kernels",
+}
+PEERS = {
+    "opacus hooks": "Opacus hooks",
+    "opacus functorch": "Opacus functorch",
+    "opacus ew": "Opacus expanded weights",
+    "opacus ghost": "Opacus ghost",
+    "jax sgd": "JAX, plain SGD",
+    "jax-privacy": "JAX-Privacy",
+}
+LAST = {"sgd, channels_last": "plain SGD", "gradveil per-layer, channels_last": "per layer"}
+
+
+def _load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def _present(data: dict[str, Any], modes: dict[str, str]) -> dict[str, str]:
+    return {m: label for m, label in modes.items() if any(m in w["rows"] for w in data["workloads"].values())}
+
+
+def _workload(name: str, workload: dict[str, Any]) -> str:
+    return f"{name}, {workload['what']}, batch {workload['batch']}"
+
+
+# ---- README.md
 
 
 def mnist_full_length() -> str:
-    data = json.loads((RESULTS / "mnist_full_length.json").read_text())
-    rows = ["| run | accuracy | proved epsilon | MA, as published | seconds per step |", "|---|---|---|---|---|"]
+    data = _load("mnist_full_length")
+    if data is None:
+        return ABSENT
+    rows = []
     for name, summary in data["summary"].items():
         cell = next(c for c in data["cells"] if c["run"] == name)
         proved, published = cell["proved"]["epsilon"], cell["as_published"].get("MA")
         rows.append(
-            f"| {name} | {summary['accuracy_mean']:.4f} "
-            f"| {'infinite' if proved == 'inf' else f'{proved:.3f}'} "
-            f"| {'-' if published is None else f'{published:.3f}'} "
-            f"| {summary['seconds_per_step_median']:.4f} |"
+            [
+                name,
+                f"{summary['accuracy_mean']:.4f}",
+                "infinite" if proved == "inf" else f"{proved:.3f}",
+                "-" if published is None else f"{published:.3f}",
+                f"{summary['seconds_per_step_median']:.4f}",
+            ]
         )
-    return "\n".join(rows)
+    return _table(["run", "accuracy", "proved epsilon", "MA, as published", "seconds per step"], rows)
 
 
-TABLES = {"mnist_full_length": mnist_full_length}
+# ---- docs/performance.md
+
+
+def machine(name: str) -> str:
+    """Where the figures of a results file come from."""
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+    return f"{data['machine']}. {versions}. {data['clipping']}. `{data['command']}`"
+
+
+def speed(name: str, modes: dict[str, str]) -> str:
+    """Ratios to a plain step, with the quartiles of the private one; and what did not run."""
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    shown = _present(data, modes)
+    rows = []
+    for key, workload in data["workloads"].items():
+        base = workload["rows"]["sgd"]["median_ms"]
+        cells = [_workload(key, workload), f"{base:.2f}"]
+        rows.append(cells + [_ratio(workload["rows"].get(mode), base) for mode in shown])
+    return _table(["", "plain SGD, ms", *shown.values()], rows) + _not_run(data, modes)
+
+
+def _ratio(row: dict[str, Any] | None, base: float) -> str:
+    if row is None:
+        return "-"
+    low, high = (q / base for q in row["quartiles_ms"])
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _not_run(data: dict[str, Any], modes: dict[str, str]) -> str:
+    """One line for each reason, in the peer's own words."""
+    reasons: dict[str, list[str]] = {}
+    for key, workload in data["workloads"].items():
+        for mode, reason in workload["failed"].items():
+            if mode in modes:
+                reasons.setdefault(reason.removeprefix("left out: "), []).append(f"{key} {modes[mode]}")
+    lines = [f"- {', '.join(who)}: {reason}" for reason, who in reasons.items()]
+    return "\n\nNot run:\n\n" + "\n".join(lines) if lines else ""
+
+
+def channels_last(name: str) -> str:
+    """Both plain baselines, and the private step beside each."""
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    plain, private = LAST
+    rows = []
+    for key, workload in data["workloads"].items():
+        found = workload["rows"]
+        if plain in found and private in found:
+            base, last, mine = found["sgd"]["median_ms"], found[plain]["median_ms"], found[private]["median_ms"]
+            cells = [f"{base:.2f}", f"{last:.2f}", f"{mine:.2f}", f"{mine / last:.2f}", f"{mine / base:.2f}"]
+            rows.append([_workload(key, workload), *cells])
+    head = ["", "plain SGD, ms", "plain SGD in channels_last, ms", "private in channels_last, ms"]
+    return _table([*head, "private / plain in channels_last", "private / plain"], rows) if rows else ABSENT
+
+
+def memory(name: str) -> str:
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    shown = _present(data, OURS | PEERS)
+    measured = {m for w in data["workloads"].values() for m, r in w["rows"].items() if r["peak_bytes"] is not None}
+    shown = {m: label for m, label in shown.items() if m in measured}
+    if "sgd" not in measured:
+        return str(data.get("memory", ABSENT))
+    rows = []
+    for key, workload in data["workloads"].items():
+        base = workload["rows"]["sgd"]["peak_bytes"]
+        peaks = [workload["rows"].get(m, {}).get("peak_bytes") for m in shown]
+        cells = [_workload(key, workload), f"{base / 1e6:.1f}"]
+        rows.append(cells + [f"{p / base:.2f}" if p is not None and base else "-" for p in peaks])
+    what = data.get("memory")
+    told = f"\n\nMemory here is the {what}." if what else ""
+    return _table(["", "plain SGD, MB", *shown.values()], rows) + told
+
+
+def scaling(name: str) -> str:
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    rows = []
+    for series in data["series"].values():
+        first, last = series["points"][0], series["points"][-1]
+        ratios = [
+            last["modes"][m]["median_ms"] / last["modes"]["sgd"]["median_ms"]
+            for m in ("gradveil per-layer", "gradveil flat")
+        ]
+        sizes = f"{first['at']} to {last['at']} {'examples' if series['axis'] == 'batch' else 'layers'}"
+        slopes = ["-" if s is None else f"{s:.2f}" for s in series["slopes"].values()]
+        rows.append([series["what"], sizes, *slopes, *(f"{r:.2f}" for r in ratios)])
+    head = ["", "sizes", "slope, plain SGD", "slope, per layer", "slope, flat"]
+    return _table([*head, "per layer / plain at the largest", "flat / plain at the largest"], rows)
+
+
+def figure(name: str, what: str) -> str:
+    return f"![{what}](figures/{name}.svg)" if (FIGURES / f"{name}.svg").exists() else "not drawn yet"
+
+
+TABLES: dict[str, Callable[[], str]] = {"mnist_full_length": mnist_full_length}
+for _device in ("cpu", "cuda"):
+    _s, _g = f"speed_{_device}", f"scaling_{_device}"
+    TABLES |= {
+        f"machine_{_s}": lambda s=_s: machine(s),
+        _s: lambda s=_s: speed(s, OURS),
+        f"peers_{_device}": lambda s=_s: speed(s, PEERS),
+        f"channels_last_{_device}": lambda s=_s: channels_last(s),
+        f"memory_{_device}": lambda s=_s: memory(s),
+        f"figure_{_s}": lambda s=_s: figure(s, "One step in units of a plain SGD step, by workload and mode"),
+        f"machine_{_g}": lambda g=_g: machine(g),
+        _g: lambda g=_g: scaling(g),
+        f"figure_{_g}": lambda g=_g: figure(g, "Milliseconds of a step by batch and by depth"),
+    }
 
 
 def rendered(text: str) -> str:
-    for name, table in TABLES.items():
-        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        text = re.sub(pattern, lambda m, t=table: f"{m.group(1)}{t()}\n{m.group(2)}", text, flags=re.DOTALL)
-    return text
+    """The document with its tables as the results files have them; refused for a table nobody writes."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- begin {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end {match[1]} -->"
+
+    return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", fill, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        before = path.read_text()
+        after = rendered(before)
+        if after != before:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(after)
+    if "--check" in sys.argv and stale:
+        sys.exit(f"not what the results files say: {', '.join(stale)}. Run: python benchmarks/render.py")
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    if "--check" in sys.argv:
-        sys.exit(0 if rendered(before) == before else "README.md is not what the results files say: run this script")
-    readme.write_text(rendered(before))
+    main()

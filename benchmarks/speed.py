@@ -7,7 +7,7 @@ Each workload runs in every mode of modes.py: plain SGD, gradveil per layer and 
 kernels, in channels_last, every mode of Opacus, and JAX-Privacy. Steps take turns, so that a busy machine slows all of
 them alike; a mode that is many times slower than plain SGD takes fewer turns. A short step is taken twice in its turn
 and the second is timed: nobody pays for the caches that the mode before left cold. Medians and quartiles; ratios are
-of medians. Peak memory: on CUDA that of one step above the resting level, on the CPU see memory.py.
+of medians. Peak memory is that of some steps above the level before the model was made; on the CPU see memory.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import argparse
 import statistics
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import memory
 import torch
-from jax_peer import LeftOut
+from jax_peer import JaxStep, LeftOut
 from machine import description, write
 from modes import MODES, Step, default_modes
 from workloads import WORKLOADS, Workload
@@ -29,7 +30,7 @@ from workloads import WORKLOADS, Workload
 PATIENCE = 5  # a mode takes every k-th turn if a step of it takes 5 k times a plain one
 LEAST = 5  # samples of each mode that takes every turn, 3 of the others
 SHORT = 0.05  # seconds
-ON_CUDA = "highest allocation during one step above the allocation before it"
+ON_CUDA = "highest allocation during a step after warm-up, above the allocation before model and data were made"
 
 
 def timed(step: Step, device: str) -> float:
@@ -42,58 +43,64 @@ def timed(step: Step, device: str) -> float:
     return time.perf_counter() - start if own is None else own
 
 
-def cuda_peak_bytes(step: Step) -> int:
+def cuda_peak_bytes(step: Step, before: int) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     step()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated() - before)
 
 
-def peaks(w: Workload, device: str, steps: dict[str, Step], can_measure: bool) -> dict[str, int | None]:
-    found: dict[str, int | None] = dict.fromkeys(steps)
-    for name, step in steps.items():
-        if device != "cpu":
-            found[name] = cuda_peak_bytes(step)
-        elif can_measure and MODES[name].memory:
-            measured = memory.peak_bytes(w.name, name, torch.get_num_threads())
-            found[name] = measured if isinstance(measured, int) else None
-    return found
+def cpu_peak_bytes(w: Workload, mode: str) -> int | None:
+    found = memory.peak_bytes(w.name, mode, torch.get_num_threads()) if MODES[mode].memory else None
+    return found if isinstance(found, int) else None
 
 
-def prepare(w: Workload, device: str, modes: list[str]) -> tuple[dict[str, Step], dict[str, float], dict[str, str]]:
-    """Warm steps, about how long each takes, and what was left out or failed."""
-    steps: dict[str, Step] = {}
-    about: dict[str, float] = {}
+@dataclass
+class Prepared:
+    """A mode that is ready for its turn."""
+
+    step: Step
+    about: float  # seconds of a step, to plan by
+    peak: int | None
+
+
+def prepare(w: Workload, device: str, modes: list[str], memory_too: bool) -> tuple[dict[str, Prepared], dict[str, str]]:
+    """Every mode made and warm, or why not."""
+    ready: dict[str, Prepared] = {}
     failed: dict[str, str] = {}
+    cuda = device != "cpu"
+    if cuda:
+        MODES["sgd"].make(memory.SMALL, device)()  # what libraries allocate at first use is nobody's
     for name in modes:
+        before = torch.cuda.memory_allocated() if cuda else 0
         try:
             step = MODES[name].make(w, device)
             timed(step, device)  # compiles, allocates, learns
-            about[name] = timed(step, device)
-            if about[name] < 1.0:
-                about[name] = min(about[name], timed(step, device))
-            steps[name] = step
+            about = timed(step, device)
+            if about < 1.0:
+                about = min(about, timed(step, device))
         except LeftOut as reason:
             failed[name] = f"left out: {reason}"
         except Exception as error:  # a peer's mode that does not take this model is a result, not a failure of ours
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else repr(error)
-    return steps, about, failed
+        else:
+            peak = cuda_peak_bytes(step, before) if cuda else cpu_peak_bytes(w, name) if memory_too else None
+            ready[name] = Prepared(step, about, peak)
+    return ready, failed
 
 
-def measure(w: Workload, device: str, seconds: float, modes: list[str], can_measure: bool) -> dict[str, Any]:
-    steps, about, failed = prepare(w, device, modes)
-    memory_of = peaks(w, device, steps, can_measure)
-    every = {name: max(1, int(about[name] / (PATIENCE * about["sgd"]))) for name in steps}
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def measure(w: Workload, device: str, seconds: float, modes: list[str], memory_too: bool) -> dict[str, Any]:
+    ready, failed = prepare(w, device, modes, memory_too)
+    every = {name: max(1, int(r.about / (PATIENCE * ready["sgd"].about))) for name, r in ready.items()}
+    times: dict[str, list[float]] = {name: [] for name in ready}
     end, turn = time.perf_counter() + seconds, 0
     while time.perf_counter() < end or any(len(t) < (LEAST if every[n] == 1 else 3) for n, t in times.items()):
-        for name, step in steps.items():
+        for name, mode in ready.items():
             if turn % every[name] == 0:
-                if about[name] < SHORT:
-                    step()
-                times[name].append(timed(step, device))
+                if mode.about < SHORT:
+                    mode.step()
+                times[name].append(timed(mode.step, device))
         turn += 1
     middle = {name: statistics.median(t) for name, t in times.items()}
     rows: dict[str, dict[str, Any]] = {}
@@ -106,17 +113,17 @@ def measure(w: Workload, device: str, seconds: float, modes: list[str], can_meas
             "base": base,
             "ratio_to_base": round(middle[name] / middle[base], 3),
             "n": len(t),
-            "peak_bytes": memory_of[name],
+            "peak_bytes": ready[name].peak,
         }
-        note = getattr(steps[name], "note", None)
+        note = getattr(ready[name].step, "note", None)
         if note:
             rows[name]["note"] = note
     found = {"what": w.what, "batch": w.batch, "rows": rows, "failed": failed}
-    versions = [s.versions for s in steps.values() if hasattr(s, "versions")]
-    for step in steps.values():
-        if hasattr(step, "close"):
-            step.close()
-    return found | ({"versions": versions[0]} if versions else {})
+    for mode in ready.values():
+        if isinstance(mode.step, JaxStep):
+            found["versions"] = mode.step.versions
+            mode.step.close()
+    return found
 
 
 def main() -> None:

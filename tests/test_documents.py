@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
+
+import pytest
 
 import gradveil
 from gradveil import strategies
@@ -30,14 +33,49 @@ def test_the_readmes_table_of_strategies_is_the_real_one():
         assert rows[name].startswith(words[strategies.get(name).guarantee]), name
 
 
-def test_the_readmes_figures_come_from_the_results_files():
+def renderer():
     spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = (ROOT / "README.md").read_text()
-    assert module.rendered(text) == text
+    return module
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_the_documents_figures_come_from_the_results_files(name):
+    module = renderer()
+    assert name in module.DOCUMENTS
+    text = (ROOT / name).read_text()
+    assert "<!-- begin " in text
+    assert module.rendered(text) == text, "run: python benchmarks/render.py"
+
+
+def test_a_document_renders_without_results_and_with_them(tmp_path, monkeypatch):
+    module = renderer()
+    text = (ROOT / "docs" / "performance.md").read_text()
+    monkeypatch.setattr(module, "FIGURES", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    empty = module.rendered(text)
+    assert empty.count("not measured yet") + empty.count("not drawn yet") == empty.count("<!-- begin ")
+
+    def row(ms, base="sgd"):
+        return {"median_ms": ms, "quartiles_ms": [ms, ms], "ratio": ms / 2, "base": base, "peak_bytes": 10**6}
+
+    rows = {"sgd": row(2.0), "gradveil per-layer": row(2.5), "sgd, channels_last": row(1.0)}
+    rows["gradveil per-layer, channels_last"] = row(1.5)
+    workload = {"what": "a net", "batch": 3, "rows": rows, "failed": {"opacus ew": "RuntimeError: no"}}
+    told = {"machine": "a machine", "versions": {"torch": "2"}, "clipping": "somehow", "command": "python speed.py"}
+    (tmp_path / "speed_cpu.json").write_text(json.dumps({**told, "workloads": {"W1": workload}}))
+    modes = {m: {"median_ms": 1.0} for m in ("sgd", "gradveil per-layer", "gradveil flat")}
+    points = [{"at": n, "modes": modes} for n in (1, 4)]
+    series = {"what": "a stack", "axis": "layers", "slopes": dict.fromkeys(modes, 1.0), "points": points}
+    (tmp_path / "scaling_cpu.json").write_text(json.dumps({**told, "series": {"s": series}}))
+    full = module.rendered(text)
+    assert "| W1, a net, batch 3 | 2.00 | 1.25 (1.25 to 1.25) |" in full
+    assert "| W1, a net, batch 3 | 2.00 | 1.00 | 1.50 | 1.50 | 0.75 |" in full
+    assert "- W1 Opacus expanded weights: RuntimeError: no" in full
+    assert "| a stack | 1 to 4 layers | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |" in full
 
 
 def test_every_room_is_in_the_architecture():
