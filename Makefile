@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/.peers
+JAX := .venv-jax
+RESULTS := benchmarks/results
 
-.PHONY: demo test check format clean help
+.PHONY: demo test check format bench bench-cuda clean help
 
 help:
 	@echo "make demo    set up, then train four strategies on digits and compare them"
 	@echo "make test    set up, then run the tests"
 	@echo "make check   set up, then lint, format and type checks"
+	@echo "make bench   set up with peers, then measure speed, memory and scaling on the CPU; figures, docs/performance.md"
+	@echo "make bench-cuda   the same on a GPU"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,5 +37,30 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Peers to measure beside; what cannot be installed is left out of the results, which say so. Opacus without its
+# requirements: torch is there, and a looser one may resolve to a build several gigabytes larger.
+$(PEERS): $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "opacus>=1.5" "opt-einsum>=3.3"
+	@$(BIN)/python -c "import opacus" && touch $@ || echo "Opacus is not installed: its rows are left out"
+
+# JAX has an environment of its own: it shares nothing with torch, and its requirements are its own.
+$(JAX)/.installed:
+	-$(PYTHON) -m venv $(JAX) && $(JAX)/bin/python -m pip install --quiet --disable-pip-version-check "jax-privacy>=2"
+	@$(JAX)/bin/python -c "import jax_privacy" && touch $@ || { rm -rf $(JAX); echo "JAX-Privacy: left out"; }
+
+.venv-jax: $(JAX)/.installed
+
+bench: $(PEERS) $(JAX)/.installed
+	$(BIN)/python benchmarks/speed.py --device cpu --seconds 10 --out $(RESULTS)/speed_cpu.json
+	$(BIN)/python benchmarks/scaling.py --device cpu --seconds 1 --out $(RESULTS)/scaling_cpu.json
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/render.py
+
+bench-cuda: $(PEERS)
+	$(BIN)/python benchmarks/speed.py --device cuda --seconds 5 --out $(RESULTS)/speed_cuda.json
+	$(BIN)/python benchmarks/scaling.py --device cuda --seconds 1 --out $(RESULTS)/scaling_cuda.json
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/render.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(JAX) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
