@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 from gradveil.bounds import ScheduledBounds
 from gradveil.clipping import Harvest
+from gradveil.clipping.clipper import Padding
 from gradveil.errors import ConfigError
+from gradveil.kernels import cuda
 from gradveil.randomness import add_drawn_noise
 from gradveil.release import NoiseScale, StepFacts, noise_scale, record
 
@@ -106,14 +108,13 @@ class CapturedStep:
             whole = stop - start == count
             part.load(x if whole else x[start:stop], y if whole else y[start:stop])
             self._go((part, self._finish) if finishing and stop == count else (part,))
-            totals.append(part.total.clone())
+            totals.append(part.total if whole else part.total.clone())  # the next part may overwrite it
             start, begun = stop, True
         if finishing and not totals:  # an empty last part of a batch that came in parts
             self._go((self._finish,))
         if last:
             self._finish.conclude(finishing)
-        total = totals[0] if len(totals) == 1 else torch.stack(totals).sum() if totals else self._gathered.nothing
-        return total / count if count else total
+        return _mean(totals, count) if totals else self._gathered.nothing.clone()
 
     def _go(self, pieces: tuple[_Piece, ...]) -> None:
         """Run these pieces: captured, where all of them have been run before and work on a graph's gradients."""
@@ -153,6 +154,11 @@ def _per_example(loss: Loss) -> Loss:
     return loss
 
 
+def _mean(totals: Sequence[Tensor], count: int) -> Tensor:
+    total = totals[0] if len(totals) == 1 else torch.stack(list(totals)).sum()
+    return total / max(count, 1)  # a tensor of its own: the graph's is overwritten by its next replay
+
+
 def _round_up(rows: float) -> int:
     return 8 * math.ceil(rows / 8.0)
 
@@ -167,12 +173,16 @@ class _Gathered(Harvest):
         self._lost = torch.zeros((), dtype=torch.int64, device=device)
         self.nothing = torch.zeros((), device=device)
 
-    def take_in(self, harvest: Harvest, *, first: bool, norms: bool) -> None:
-        """On the device: the norms (where the strategy looks at them) and lost examples of one part."""
-        for flags in harvest.lost:
-            self._lost.add_(flags.sum())
-        if not norms:
-            return
+    def sum_up(self, losses: Tensor, padding: Padding) -> Tensor:
+        """The sum of one part's losses; its lost examples are counted."""
+        if cuda.available():
+            return cuda.sum_up(losses.contiguous(), padding.present, padding.lost, self._lost)
+        self._lost.add_(padding.lost.sum())
+        padding.lost.zero_()
+        return torch.where(padding.present, losses, 0.0).sum()
+
+    def take_in(self, harvest: Harvest, *, first: bool) -> None:
+        """The norms of one part, where the strategy looks at them."""
         groups = range(len(self._largest))
         largest = torch.stack([self.nothing if (n := harvest.largest_norm(g)) is None else n.float() for g in groups])
         within = torch.stack([self.nothing.long() if (n := harvest.within(g)) is None else n for g in groups])
@@ -200,16 +210,25 @@ class _Piece:
     def work(self) -> None:
         raise NotImplementedError
 
+    def results(self) -> Any:
+        """The tensors that the latest work has left, beside gradients."""
+        return None
+
+    def set_results(self, results: Any) -> None:
+        """Those of a graph with this piece, which is about to be replayed."""
+
 
 class _Graph:
-    """Pieces, captured one after the other."""
+    """Pieces, captured one after the other. What they left in Python is then in the graph's own memory."""
 
     def __init__(self, pieces: Sequence[_Piece], stamp: Any, pool: Any) -> None:
         self.stamp = stamp  # of the settings that are part of it
+        self._pieces = pieces
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             for piece in pieces:
                 piece.work()
+        self._results = [piece.results() for piece in pieces]
         self._grads: list[Tensor | None] | None = None
 
     def replay(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -219,6 +238,8 @@ class _Graph:
         else:
             for parameter, grad in zip(parameters, self._grads, strict=True):
                 parameter.grad = grad
+        for piece, results in zip(self._pieces, self._results, strict=True):
+            piece.set_results(results)
         self._graph.replay()
 
 
@@ -229,7 +250,11 @@ class _Part(_Piece):
         self.step, self.rows, self.gathered, self.device = step, rows, gathered, step.device
         self.adds = adds  # to the gradients that are there
         self._places = torch.arange(rows, device=step.device)
-        self._present = torch.zeros(rows, dtype=torch.bool, device=step.device)
+        self._padding = Padding(
+            present=torch.zeros(rows, dtype=torch.bool, device=step.device),
+            lost=torch.zeros(rows, dtype=torch.int32, device=step.device),
+        )
+        self._weights = torch.zeros(rows, device=step.device)  # of the losses: 1 where there is an example
         self._shown = 0
         self.total = torch.zeros((), device=step.device)  # of the losses
         self._x: Tensor | None = None
@@ -250,7 +275,8 @@ class _Part(_Piece):
             (self._x if count == self.rows else self._x[:count]).copy_(x, non_blocking=True)
             (self._y if count == self.rows else self._y[:count]).copy_(y, non_blocking=True)
         if count != self._shown:
-            torch.lt(self._places, count, out=self._present)
+            torch.lt(self._places, count, out=self._padding.present)
+            self._weights.copy_(self._padding.present)
             self._shown = count
 
     def work(self) -> None:
@@ -259,7 +285,7 @@ class _Part(_Piece):
         if not self.adds:
             for parameter in parameters:
                 parameter.grad = None
-        with engine.captured_pass(self._present) as harvest:
+        with engine.captured_pass(self._padding) as harvest:
             losses = step.loss(engine.module(self._x), self._y)
             if losses.shape != (self.rows,):
                 raise ConfigError(
@@ -267,13 +293,19 @@ class _Part(_Piece):
                     "padding by example, so it needs one loss per example (reduction='none', averaged over everything "
                     "but the batch)."
                 )
-            total = torch.where(self._present, losses, 0.0).sum()
-            total.backward()
-        self.total.copy_(total.detach())
-        self.gathered.take_in(harvest(), first=not self.adds, norms=engine.looks_at_norms)
+            losses.backward(gradient=self._weights.to(losses.dtype))
+        self.total = self.gathered.sum_up(losses.detach(), self._padding)
+        if engine.looks_at_norms:
+            self.gathered.take_in(harvest(), first=not self.adds)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def results(self) -> Tensor:
+        return self.total
+
+    def set_results(self, results: Tensor) -> None:
+        self.total = results
 
 
 class _Finish(_Piece):
@@ -288,6 +320,7 @@ class _Finish(_Piece):
         self._scale = torch.zeros((), device=self.device)  # std of the noise, or 1 / examples where there is none
         self._set: float | None = None
         self._digest: Tensor | None = None
+        self._table: tuple[Tensor, Tensor] | None = None  # where a graph's gradients are: on the host, on the device
         self._changes = 0
         self._sampler = ""
         self._planned: NoiseScale | None = None
@@ -340,13 +373,32 @@ class _Finish(_Piece):
         grads: list[Tensor] = [engine.parameters[name].grad for name in engine.noise_order]  # type: ignore[misc]
         with torch.no_grad():
             if engine.plan.strategy.is_private:
-                add_drawn_noise(grads, self._draw, self._scale, divide_by=float(engine.sampling.batch_size))
+                self._add_noise(grads, float(engine.sampling.batch_size))
                 if engine.is_seeded:
                     self._digest = engine.digest_of_gradients()
             else:
                 torch._foreach_mul_(grads, self._scale)
         if self._updates():
             engine.update()
+
+    def _add_noise(self, grads: list[Tensor], size: float) -> None:
+        if not cuda.available() or not all(g.dtype == torch.float32 and g.is_contiguous() for g in grads):
+            add_drawn_noise(grads, self._draw, self._scale, divide_by=size)
+            return
+        table = cuda.noise_table(grads)
+        if torch.cuda.is_current_stream_capturing():
+            self._table = (table, torch.empty_like(table, device=self.device))  # filled in when all is captured
+        else:
+            self._table = (table, table.to(self.device, non_blocking=True))
+        cuda.add_noise(self._table[1], self._draw, self._scale, divide_by=size)
+
+    def results(self) -> Any:
+        if self._table is not None:
+            self._table[1].copy_(self._table[0], non_blocking=True)
+        return self._digest, self._table
+
+    def set_results(self, results: Any) -> None:
+        self._digest, self._table = results
 
     # ---- the optimizer: captured where it can be, and captured anew when its settings change
 

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
 from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
+from gradveil.clipping.clipper import Padding
 from gradveil.clipping.taps import Followed, ModelHook
 from gradveil.errors import (
     BudgetExhausted,
@@ -523,13 +524,13 @@ class PrivacyEngine:
         return strategy.is_private and of_rule
 
     @contextmanager
-    def captured_pass(self, present: Tensor) -> Iterator[Callable[[], Harvest]]:
-        """A pass of the model whose loss is a sum, with padding where ``present`` is False; gives its harvest."""
+    def captured_pass(self, padding: Padding) -> Iterator[Callable[[], Harvest]]:
+        """A pass of the model on padded rows, whose loss is a sum; gives its harvest."""
         clipper = self._clipper
         if clipper is None:
             yield lambda: Harvest(len(self.groups))
             return
-        before, clipper.loss_reduction, clipper.padding = clipper.loss_reduction, "sum", present
+        before, clipper.loss_reduction, clipper.padding = clipper.loss_reduction, "sum", padding
         clipper.start_step()
         try:
             yield lambda: clipper.harvest

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,18 +46,27 @@ _ALL = slice(None)
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Which rows of a batch are examples, and where examples that are not finite are flagged (kept by the caller)."""
+
+    present: Tensor  # (batch,) bool
+    lost: Tensor  # (batch,) int32
+
+
 class Pass:
     """One forward call of the model with gradients enabled, and the backward pass that follows it."""
 
-    def __init__(self, batch: int, *, empty: bool, present: Tensor | None = None) -> None:
+    def __init__(self, batch: int, *, empty: bool, padding: Padding | None = None) -> None:
         self.batch = batch
         self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
-        self.present = present  # (batch,) bool: which rows are examples; None: all. The others are padding
+        self.present = padding.present if padding is not None else None  # which rows are examples; None: all
         self.calls: dict[Unit, int] = {}  # in the forward pass
         self.recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
         self.clipped: set[Unit] = set()
         self.kept: list[tuple[Unit, Use]] = []
-        self.lost: Tensor | None = None  # (batch,) int32: 1 where an example was not finite in some group
+        # (batch,) int32: 1 where an example was not finite in some group
+        self.lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
 
     def uses(self, unit: Unit) -> int:
@@ -132,7 +142,7 @@ class Clipper:
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
         self._device_bounds: dict[torch.device, DeviceBounds] = {}
         self.bounds = tuple(bounds)
-        self.padding: Tensor | None = None  # which rows of the coming passes are examples (see Pass.present)
+        self.padding: Padding | None = None  # of the coming passes
         self.whitening: Whitening | None = None
         self.units = find_units(module, groups)
         self.harvest = Harvest(len(groups))
@@ -223,7 +233,7 @@ class Clipper:
         if batch > 1 and not self._watch.model_checked:
             self._watch.model_checked = True
             self._check_model(module, args, kwargs, batch)
-        self._current = Pass(batch, empty=False, present=self.padding)
+        self._current = Pass(batch, empty=False, padding=self.padding)
         return None
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

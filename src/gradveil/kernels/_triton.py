@@ -66,8 +66,9 @@ def partial_weights(
 
 @triton.jit
 def _weighted_block(
-    rows, weights, out, block, examples, size, ADD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr
-):
+    rows, weights, out, block, examples, size, channels, taps,
+    ADD: tl.constexpr, TURN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     columns = block * BLOCK_P + tl.arange(0, BLOCK_P)
     at = tl.arange(0, BLOCK_B)
     total = tl.zeros([BLOCK_B, BLOCK_P], tl.float32)
@@ -78,25 +79,31 @@ def _weighted_block(
         v = tl.load(rows + i.to(tl.int64)[:, None] * size + columns[None, :], mask=inside, other=0.0)
         total += w[:, None] * v.to(tl.float32)
     found = tl.sum(total, axis=0)
+    place = columns
+    if TURN:  # from (outputs, taps, channels) to (outputs, channels, taps)
+        inner = columns % (channels * taps)
+        place = columns - inner + (inner % channels) * taps + inner // channels
     if ADD:
-        found += tl.load(out + columns, mask=columns < size, other=0.0)
-    tl.store(out + columns, found, mask=columns < size)
+        found += tl.load(out + place, mask=columns < size, other=0.0)
+    tl.store(out + place, found, mask=columns < size)
 
 
 @triton.jit
 def weighted_columns(
-    first, second, weights, out1, out2, examples, size1, size2, blocks1,
-    TWO: tl.constexpr, ADD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr,
+    first, second, weights, out1, out2, examples, size1, size2, blocks1, channels, taps,
+    TWO: tl.constexpr, ADD: tl.constexpr, TURN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Sums over examples of weight times row. Rows of weight 0 are never loaded: their nan stays out."""
     block = tl.program_id(0)
     if TWO:
         if block < blocks1:
-            _weighted_block(first, weights, out1, block, examples, size1, ADD, BLOCK_B, BLOCK_P)
+            _weighted_block(first, weights, out1, block, examples, size1, channels, taps, ADD, TURN, BLOCK_B, BLOCK_P)
         else:
-            _weighted_block(second, weights, out2, block - blocks1, examples, size2, ADD, BLOCK_B, BLOCK_P)
+            _weighted_block(
+                second, weights, out2, block - blocks1, examples, size2, channels, taps, ADD, False, BLOCK_B, BLOCK_P
+            )
     else:
-        _weighted_block(first, weights, out1, block, examples, size1, ADD, BLOCK_B, BLOCK_P)
+        _weighted_block(first, weights, out1, block, examples, size1, channels, taps, ADD, TURN, BLOCK_B, BLOCK_P)
 
 
 @triton.jit
@@ -197,15 +204,33 @@ def gram_scale(
 
 
 @triton.jit
+def padded_channels_last(
+    x, out, channels, height, width, out_height, out_width, sb, sc, sh, sw, pad_h, pad_w,
+    BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """One program per example, padded row and block of it: (B, C, H, W) to (B, H', W', C) with zeros around."""
+    example, h = tl.program_id(0) // out_height, tl.program_id(0) % out_height
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    y, z = h - pad_h, w - pad_w
+    inside = (c < channels)[:, None] & ((z >= 0) & (z < width))[None, :] & ((y >= 0) & (y < height))
+    row = x + example.to(tl.int64) * sb + y * sh
+    v = tl.load(row + c[:, None] * sc + z[None, :] * sw, mask=inside, other=0.0).to(tl.float32)
+    to = out + tl.program_id(0).to(tl.int64) * out_width * channels
+    tl.store(to + w[None, :] * channels + c[:, None], v, mask=(c < channels)[:, None] & (w < out_width)[None, :])
+
+
+@triton.jit
 def conv_gradients(
-    field, map_, grads, biases, partials, channels, outputs, height, width, map_width, pixels, kernel, kernel_width,
-    fb, fc, fh, fw, mb, mc, mh, mw, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, tiles_o, tiles_n,
+    field, map_, grads, biases, partials, channels, outputs, height, width, map_width, pixels, taps, kernel_width,
+    stride_h, stride_w, dilation_h, dilation_w, tiles_o, tiles_n,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One program per example, group and tile of the (outputs, channels x kernel) gradient of its own loss.
+    """One program per example, group and tile of the (outputs, taps x channels) gradient of its own loss.
 
-    Patches are read straight from the field: the product over pixels needs no copy of them.
+    The field is padded and channels last, the map channels first: patches are read straight from the field, at an
+    address that is the sum of one offset per pixel and one per column, along channels in whole vectors.
     """
     tiles = tiles_o * tiles_n
     example, tile, group = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
@@ -213,23 +238,21 @@ def conv_gradients(
     tile_o, tile_n = tile // tiles_n, tile % tiles_n
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    size = channels * kernel
-    c, tap = n // kernel, n % kernel
-    tap_h, tap_w = (tap // kernel_width) * dilation_h - pad_h, (tap % kernel_width) * dilation_w - pad_w
-    field += example.to(tl.int64) * fb + group * channels * fc
-    map_ += example.to(tl.int64) * mb + group * outputs * mc
+    size, stride = channels * taps, channels * groups
+    tap, c = n // channels, n % channels
+    places = ((tap // kernel_width) * dilation_h * width + (tap % kernel_width) * dilation_w) * stride + c
+    field += example.to(tl.int64) * height * width * stride + group * channels
+    map_ += (example * groups + group).to(tl.int64) * outputs * pixels
     total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     values = tl.zeros([BLOCK_O, BLOCK_L], tl.float32)  # of the map, for the bias; reduced after the loop
     for start in range(0, pixels, BLOCK_L):
         p = start + tl.arange(0, BLOCK_L)
-        row, column = p // map_width, p % map_width
-        h = (row * stride_h)[:, None] + tap_h[None, :]
-        w = (column * stride_w)[:, None] + tap_w[None, :]
-        inside = (p < pixels)[:, None] & (n < size)[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-        patch = tl.load(field + c[None, :] * fc + h * fh + w * fw, mask=inside, other=0.0).to(tl.float32)
         seen = (o < outputs)[:, None] & (p < pixels)[None, :]
-        value = tl.load(map_ + o[:, None] * mc + (row * mh + column * mw)[None, :], mask=seen, other=0.0)
-        value = value.to(tl.float32)
+        value = tl.load(map_ + o[:, None] * pixels + p[None, :], mask=seen, other=0.0).to(tl.float32)
+        # Beyond the last pixel the map is 0, and the last patch stands in: never anything of another example.
+        q = tl.minimum(p, pixels - 1)
+        pixel = ((q // map_width) * stride_h * width + (q % map_width) * stride_w) * stride
+        patch = tl.load(field + pixel[:, None] + places[None, :], mask=(n < size)[None, :], other=0.0)
         total = tl.dot(value, patch, total, input_precision=PRECISION)
         if HAS_BIAS:
             values += value
@@ -281,3 +304,34 @@ def feature_moments(x, g, mean, rstd, scaled, shift, positions, features, BLOCK_
         products += gv * (xv - centre[:, None]) * scale[:, None]
     tl.store(shift + example * features + d, tl.sum(sums, axis=0), mask=d < features)
     tl.store(scaled + example * features + d, tl.sum(products, axis=0), mask=d < features)
+
+
+@triton.jit
+def noise_on_gradients(table, noise, std, divide_by, BLOCK: tl.constexpr):
+    """One program per block of some gradient: g becomes (g + std z) / divide_by.
+
+    A row of the table is a block: the address of its first element, its place in the noise, its length.
+    """
+    row = table + tl.program_id(0) * 3
+    at = tl.arange(0, BLOCK)
+    length = tl.load(row + 2)
+    start = tl.load(row + 1)
+    grad = tl.load(row).to(tl.pointer_type(tl.float32)) + at
+    z = tl.load(noise + start + at, mask=at < length, other=0.0)
+    g = tl.load(grad, mask=at < length, other=0.0)
+    tl.store(grad, (g + tl.load(std) * z) / divide_by, mask=at < length)
+
+
+@triton.jit
+def sum_up(losses, present, flags, total, lost, size, BLOCK: tl.constexpr):
+    """One program: the sum of the losses that are present; flags that are set are added to lost, and cleared."""
+    at = tl.arange(0, BLOCK)
+    sums, found = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
+    for offset in range(0, size, BLOCK):
+        i = offset + at
+        here = tl.load(present + i, mask=i < size, other=0) != 0
+        sums += tl.where(here, tl.load(losses + i, mask=i < size, other=0.0).to(tl.float32), 0.0)
+        found += tl.load(flags + i, mask=i < size, other=0).to(tl.int64)
+        tl.store(flags + i, 0, mask=i < size)
+    tl.store(total, tl.sum(sums))
+    tl.store(lost, tl.load(lost) + tl.sum(found))

@@ -72,14 +72,21 @@ def _block(size: int, largest: int) -> int:
     return max(16, min(largest, 1 << max(0, size - 1).bit_length()))
 
 
-def _add_weighted(rows: Sequence[Tensor], weights: Tensor, out: Sequence[Tensor], *, add: bool) -> None:
+def _add_weighted(
+    rows: Sequence[Tensor],
+    weights: Tensor,
+    out: Sequence[Tensor],
+    *,
+    add: bool,
+    turned: tuple[int, int] | None = None,
+) -> None:
     first, second = rows[0], rows[-1]
     examples, size1, size2 = len(first), first[0].numel(), second[0].numel()
     block = _block(size1, 128)
     blocks1, two = _pieces(size1, block), len(rows) == 2
     _triton.weighted_columns[(blocks1 + (_pieces(size2, block) if two else 0),)](
-        first, second, weights, out[0], out[-1], examples, size1, size2, blocks1,
-        TWO=two, ADD=add, BLOCK_B=_block(examples, 32), BLOCK_P=block, num_warps=4,
+        first, second, weights, out[0], out[-1], examples, size1, size2, blocks1, *(turned or (1, 1)),
+        TWO=two, ADD=add, TURN=turned is not None, BLOCK_B=_block(examples, 32), BLOCK_P=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -170,38 +177,94 @@ def clip_convolution(
     The product runs on tensor cores where the user lets convolutions do so (torch.backends.cudnn.allow_tf32), as the
     ordinary gradient does; norms are of the gradients that came out, so nothing is underestimated.
     """
-    examples, all_channels, height, width = field.shape
+    examples, all_channels = field.shape[:2]
     all_outputs, map_height, map_width = map_.shape[1:]
     channels, outputs, taps = all_channels // groups, all_outputs // groups, math.prod(kernel)
     size, pixels = channels * taps, map_height * map_width
-    block_o, block_n, block_l = _block(outputs, 64), _block(size, 128), _block(pixels, 32)
-    tiles_o, tiles_n = _pieces(outputs, block_o), _pieces(size, block_n)
+    tile = _tile(outputs, size, pixels)
+    tiles_o, tiles_n = _pieces(outputs, tile.outputs), _pieces(size, tile.columns)
     tiles = tiles_o * tiles_n
     norms, weights = _outputs(examples, field.device)
-    sums = [torch.empty(all_outputs, size, dtype=torch.float32, device=field.device)]
+    sums = [torch.empty(all_outputs, channels, *kernel, dtype=torch.float32, device=field.device)]
     if bias:
         sums.append(torch.empty(all_outputs, dtype=torch.float32, device=field.device))
     at_once = max(1, min(examples, GRADIENT_ELEMENTS // (all_outputs * size)))
     for start in range(0, examples, at_once):
         part = slice(start, min(start + at_once, examples))
         count = part.stop - part.start
-        x, g = field[part], map_[part]
+        padded = _padded_channels_last(field[part], padding)
         grads = torch.empty(count, all_outputs, size, dtype=torch.float32, device=field.device)
         biases = torch.empty(count, all_outputs, dtype=torch.float32, device=field.device) if bias else grads
         partials = torch.empty(count, groups * tiles, dtype=torch.float32, device=field.device)
         _triton.conv_gradients[(count * tiles, groups)](
-            x, g, grads, biases, partials, channels, outputs, height, width, map_width, pixels, taps, kernel[1],
-            *x.stride(), *g.stride(), *stride, *padding, *dilation, tiles_o, tiles_n,
+            padded, map_[part].contiguous(), grads, biases, partials,
+            channels, outputs, padded.shape[1], padded.shape[2], map_width, pixels, taps, kernel[1],
+            *stride, *dilation, tiles_o, tiles_n,
             HAS_BIAS=bias, PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
-            BLOCK_O=block_o, BLOCK_N=block_n, BLOCK_L=block_l, num_warps=4, num_stages=3,
+            BLOCK_O=tile.outputs, BLOCK_N=tile.columns, BLOCK_L=tile.pixels, num_warps=tile.warps, num_stages=3,
         )  # fmt: skip
         _triton.partial_weights[(count,)](
             partials, groups * tiles, clip.bound, None if clip.present is None else clip.present[part],
             norms[part], weights[part], clip.lost[part],
             HAS_PRESENT=clip.present is not None, BLOCK=_block(groups * tiles, 1 << 20), num_warps=1,
         )  # fmt: skip
-        _add_weighted([grads, biases] if bias else [grads], weights[part], sums, add=start > 0)
-    return Clipped([sums[0].view(all_outputs, channels, *kernel), *sums[1:]], norms, weights)
+        rows = [grads, biases] if bias else [grads]
+        _add_weighted(rows, weights[part], sums, add=start > 0, turned=(channels, taps))
+    return Clipped(sums, norms, weights)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """How much of a gradient one program of conv_gradients makes, and from how many pixels at a time."""
+
+    outputs: int
+    columns: int
+    pixels: int
+    warps: int
+
+
+def _tile(outputs: int, columns: int, pixels: int) -> _Tile:
+    """Few outputs and many columns: of 30 shapes tried on an H200, within a tenth of the best on all layers but one."""
+    return _Tile(_block(outputs, 32), _block(columns, 128), _block(pixels, 32), 4)
+
+
+def _padded_channels_last(x: Tensor, padding: Sequence[int]) -> Tensor:
+    count, channels, height, width = x.shape
+    shape = (count, height + 2 * padding[0], width + 2 * padding[1], channels)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    block_c, block_w = _block(channels, 32), _block(shape[2], 32)
+    _triton.padded_channels_last[(count * shape[1], _pieces(shape[2], block_w), _pieces(channels, block_c))](
+        x, out, channels, height, width, shape[1], shape[2], *x.stride(), *padding,
+        BLOCK_C=block_c, BLOCK_W=block_w, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def noise_table(grads: Sequence[Tensor]) -> Tensor:
+    """The blocks of some gradients, for :func:`add_noise`: valid as long as they stay where they are."""
+    rows, place = [], 0
+    for grad in grads:
+        assert grad.is_contiguous() and grad.dtype == torch.float32
+        for start in range(0, grad.numel(), _NOISE_BLOCK):
+            length = min(_NOISE_BLOCK, grad.numel() - start)
+            rows.append([grad.data_ptr() + 4 * start, place, length])
+            place += length
+    return torch.tensor(rows, dtype=torch.int64).pin_memory()
+
+
+_NOISE_BLOCK = 1024
+
+
+def add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float) -> None:
+    """g becomes (g + std z) / divide_by for all gradients of a table on the device, in one launch."""
+    _triton.noise_on_gradients[(len(table),)](table, noise, std, divide_by, BLOCK=_NOISE_BLOCK, num_warps=4)
+
+
+def sum_up(losses: Tensor, present: Tensor, flags: Tensor, lost: Tensor) -> Tensor:
+    """The sum of the losses that are present. The number of flags is added to ``lost``, and they are cleared."""
+    total = torch.empty((), dtype=torch.float32, device=losses.device)
+    _triton.sum_up[(1,)](losses, present, flags, total, lost, flags.numel(), BLOCK=1024, num_warps=4)
+    return total
 
 
 def channel_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
