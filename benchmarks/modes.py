@@ -143,9 +143,9 @@ MODES: dict[str, Mode] = {
     "gradveil per-layer": Mode(lambda w, d: private(w, d, "per-layer")),
     "gradveil per-layer, pure PyTorch": Mode(lambda w, d: private_pure(w, d, "per-layer"), devices=CPU),
     "gradveil flat": Mode(lambda w, d: private(w, d, "flat")),
-    LAST: Mode(lambda w, d: plain(w, d, channels_last=True), base=LAST, devices=CPU),
+    LAST: Mode(lambda w, d: plain(w, d, channels_last=True), base=LAST, devices=CPU, memory=False),
     "gradveil per-layer, channels_last": Mode(
-        lambda w, d: private(w, d, "per-layer", channels_last=True), base=LAST, devices=CPU
+        lambda w, d: private(w, d, "per-layer", channels_last=True), base=LAST, devices=CPU, memory=False
     ),
     "opacus hooks": Mode(lambda w, d: opacus(w, d, "hooks")),
     "opacus functorch": Mode(lambda w, d: opacus(w, d, "functorch"), memory=False),

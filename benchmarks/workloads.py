@@ -94,7 +94,7 @@ class VisionTransformer(nn.Module):
         tokens = self.patch(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([tokens.new_zeros(len(x), 1, 256), tokens], 1)
         index = torch.arange(65, device=x.device)
-        tokens = tokens + self.position(index.expand(len(x), 65) if self.expand else index)
+        tokens = tokens + self.position(index.repeat(len(x), 1) if self.expand else index)
         return self.head(self.norm(self.blocks(tokens))[:, 0])
 
 

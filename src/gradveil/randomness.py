@@ -103,6 +103,7 @@ class SecretKey:
 
 
 _BLOCK = 1 << 16
+_PART = 1 << 14
 _FEW_BLOCKS = 8  # below, waking threads (which torch's may keep from running) takes longer than drawing
 _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
 
@@ -123,7 +124,13 @@ def cpu_generator() -> str:
 
 
 def _box_muller(bits: Any, out: np.ndarray[Any, Any]) -> None:
-    """Fill ``out`` with N(0, 1), a third of the ziggurat's time: every operation is on whole vectors.
+    """Fill ``out`` with N(0, 1), a part at a time that stays in the cache."""
+    for start in range(0, len(out), _PART):
+        _box_muller_part(bits, out[start : start + _PART])
+
+
+def _box_muller_part(bits: Any, out: np.ndarray[Any, Any]) -> None:
+    """As :func:`_box_muller`, in a third of the ziggurat's time: every operation is on whole vectors.
 
     u = (k + 1/2) / 2^31 from 31 bits (53 in float64): the radius sqrt(-2 log u) is at most 6.66 (8.57), and a float
     holds small u as finely as it should; next to u = 1 they are 2^-24 apart, so radii below 1e-3 lie on a grid.
@@ -264,11 +271,9 @@ def add_device_noise(
     """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
     sizes = [g.numel() for g in grads]
     draw = torch.randn(sum(sizes), device=grads[0].device, generator=generator)
-    if len(set(stds)) == 1:
-        add_drawn_noise(grads, draw, stds[0], divide_by=divide_by)
-        return
-    torch._foreach_mul_(list(draw.split(sizes)), list(stds))
-    add_drawn_noise(grads, draw, 1.0, divide_by=divide_by)
+    if len(set(stds)) > 1:
+        torch._foreach_mul_(list(draw.split(sizes)), list(stds))
+    add_drawn_noise(grads, draw, 1.0 if len(set(stds)) > 1 else stds[0], divide_by=divide_by)
 
 
 def add_drawn_noise(
@@ -279,9 +284,11 @@ def add_drawn_noise(
     A ``std`` on the device is read when the kernels run, so that a captured graph follows a schedule.
     """
     grads = list(grads)
-    views: list[torch.Tensor] = [
-        z.view_as(g) for z, g in zip(draw.split([g.numel() for g in grads]), grads, strict=True)
-    ]
-    draw.mul_(std)
-    torch._foreach_add_(grads, views)
+    pieces = draw.split([g.numel() for g in grads])
+    views = [z if g.dim() == 1 else z.view(g.shape) for z, g in zip(pieces, grads, strict=True)]
+    if isinstance(std, torch.Tensor):
+        draw.mul_(std)
+        torch._foreach_add_(grads, views)
+    else:
+        torch._foreach_add_(grads, views, alpha=std)
     torch._foreach_div_(grads, divide_by)

@@ -450,10 +450,10 @@ class Clipper:
         native = use.native_clipped_sums(self._inside(group, torch.float32))
         if native is None:
             return None
-        sums, squares = native
-        weights = self._weigh_group(group, squares.sqrt(), torch.float32, current)
-        self._kept([weights], current, slice(None))
-        return sums
+        self.harvest.note(group, native.norms, native.weights, self.bounds[group])
+        if native.not_finite:
+            self._kept([native.weights], current, slice(None))
+        return native.sums
 
     def _inside(self, group: int, dtype: torch.dtype) -> float:
         """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""

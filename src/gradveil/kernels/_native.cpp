@@ -102,12 +102,25 @@ static double product(int n, int width, const RowAt& row_at, const Positions& at
     return square;
 }
 
-// 0 for a norm that is not finite.
-static float clip_weight(double square, double bound) {
-    if (!std::isfinite(square)) return 0.f;
-    const double norm = std::sqrt(square);
-    return norm > bound ? (float)(bound / norm) : 1.f;
-}
+// What is said of each example: its norm before clipping, and its weight, 0 where the norm is not finite.
+struct Told {
+    double* norms;
+    double* weights;
+
+    float weigh(long example, double square, double bound) const {
+        const double norm = std::sqrt(square);
+        norms[example] = norm;
+        const float weight = !std::isfinite(norm) ? 0.f : norm > bound ? (float)(bound / norm) : 1.f;
+        weights[example] = weight;
+        return weight;
+    }
+
+    long not_finite(long examples) const {
+        long count = 0;
+        for (long i = 0; i < examples; i++) count += !std::isfinite(norms[i]);
+        return count;
+    }
+};
 
 static void add_scaled(float weight, const float* from, size_t size, float* to) {
     size_t j = 0;
@@ -163,13 +176,14 @@ extern "C" int gradveil_openmp() {
 #endif
 }
 
-// Either every example's gradient goes into buffer (B, G N Opad) and biases (B, O), and squares (B) are of the weight
+// Either every example's gradient goes into buffer (B, G N Opad) and biases (B, O), and norms (B) are of the weight
 // alone; or, where these are null, the clipped ones are added to weight_sums (workers, G N Opad) and bias_sums
-// (workers, O), one part per worker, and squares are of weight and bias together, before clipping.
-extern "C" void gradveil_conv2d(const float* x, const float* g, long examples, const Shape* shape, int with_bias,
-                                double bound, int workers, float* weight_sums, float* bias_sums, double* squares,
-                                float* buffer, float* biases) {
+// (workers, O), one part per worker, and norms are of weight and bias together. Returns how many are not finite.
+extern "C" long gradveil_conv2d(const float* x, const float* g, long examples, const Shape* shape, int with_bias,
+                                double bound, int workers, float* weight_sums, float* bias_sums, double* norms,
+                                double* weights, float* buffer, float* biases) {
     const Shape s = *shape;
+    const Told told = {norms, weights};
     const int cg = s.C / s.G, og = s.O / s.G, n = cg * s.KH * s.KW, pixels = s.OH * s.OW;
     const int opad = padded_to_lanes(og);
     const int hp = s.H + 2 * s.PH, wp = s.W + 2 * s.PW;
@@ -211,14 +225,13 @@ extern "C" void gradveil_conv2d(const float* x, const float* g, long examples, c
                     bias[o] = (float)sum;
                     if (!buffer) square += sum * sum;
                 }
-            squares[i] = square;
-            if (buffer) continue;
-            const float weight = clip_weight(square, bound);
-            if (weight == 0.f) continue;
+            const float weight = told.weigh(i, square, bound);
+            if (buffer || weight == 0.f) continue;
             add_scaled(weight, grad, size, weight_sums + worker * size);
             if (with_bias) add_scaled(weight, bias, s.O, bias_sums + (size_t)worker * s.O);
         }
     });
+    return told.not_finite(examples);
 }
 
 // out (O, N) = the sum over parts (parts, G, N, Opad), each group transposed.
@@ -233,9 +246,10 @@ extern "C" void gradveil_conv2d_fold(float* sums, long parts, long groups, long 
 }
 
 // A linear layer on T positions: clipped sums, per worker: weight_sums (workers, O, Dpad), bias_sums (workers, O).
-extern "C" void gradveil_linear_clip(const float* x, const float* g, long examples, long positions, int inputs,
+extern "C" long gradveil_linear_clip(const float* x, const float* g, long examples, long positions, int inputs,
                                      int outputs, int with_bias, double bound, int workers, float* weight_sums,
-                                     float* bias_sums, double* squares) {
+                                     float* bias_sums, double* norms, double* weights) {
+    const Told told = {norms, weights};
     const int width = padded_to_lanes(inputs);
     const size_t size = (size_t)outputs * width;
     const Positions at = {1, (int)positions, 0, outputs};
@@ -257,13 +271,13 @@ extern "C" void gradveil_linear_clip(const float* x, const float* g, long exampl
                 for (long t = 0; t < positions; t++) add_scaled(1.f, gi + t * outputs, outputs, bias.data());
                 for (int o = 0; o < outputs; o++) square += (double)bias[o] * bias[o];
             }
-            squares[i] = square;
-            const float weight = clip_weight(square, bound);
+            const float weight = told.weigh(i, square, bound);
             if (weight == 0.f) continue;
             add_scaled(weight, grad.data(), size, weight_sums + worker * size);
             if (with_bias) add_scaled(weight, bias.data(), outputs, bias_sums + (size_t)worker * outputs);
         }
     });
+    return told.not_finite(examples);
 }
 
 // The sum of squares of a row: float within 1024 elements, double over them.
@@ -284,23 +298,19 @@ static double row_square(const float* row, long n) {
     return sum;
 }
 
-// Rank-one gradients g x^T (T = 1), weight, bias or both. squares (B) before clipping; scaled (B, O) = weight_i g_i,
+// Rank-one gradients g x^T (T = 1), weight, bias or both. scaled (B, O) = weight_i g_i,
 // zero for an example that is not finite; sum (O) of scaled, where not null. Returns how many examples are not finite.
 extern "C" long gradveil_rank_one_clip(const float* x, const float* g, long examples, long inputs, long outputs,
                                        int with_weight, int with_bias, double bound, int workers, float* scaled,
-                                       float* sum, double* squares) {
-    std::vector<long> lost(workers, 0);
-    long* lost_by = lost.data();
+                                       float* sum, double* norms, double* weights) {
+    const Told told = {norms, weights};
     in_parallel(workers, [=](int worker) {
         const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
         for (long i = first; i < last; i++) {
             const double of_x = with_weight ? row_square(x + i * inputs, inputs) : 0.0;
             const float* gi = g + i * outputs;
             const double square = row_square(gi, outputs) * (of_x + (with_bias ? 1.0 : 0.0));
-            squares[i] = square;
-            const float weight = clip_weight(square, bound);
-            if (weight == 0.f)
-                lost_by[worker] += !std::isfinite(square);
+            const float weight = told.weigh(i, square, bound);
             float* to = scaled + i * outputs;
             if (weight == 0.f)
                 std::memset(to, 0, sizeof(float) * outputs);
@@ -314,9 +324,7 @@ extern "C" long gradveil_rank_one_clip(const float* x, const float* g, long exam
         std::memset(sum + first, 0, sizeof(float) * (last - first));
         for (long i = 0; i < examples; i++) add_scaled(1.f, scaled + i * outputs + first, last - first, sum + first);
     });
-    long count = 0;
-    for (long l : lost) count += l;
-    return count;
+    return told.not_finite(examples);
 }
 
 // squares (B): the sum of squares of every row of (B, n).

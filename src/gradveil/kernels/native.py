@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_long, c_uint32, c_void_p
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,17 @@ class _Target(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gradveil_conv2d": (
-        None,
-        [c_void_p, c_void_p, c_long, POINTER(_Shape), c_int, c_double, c_int, *[c_void_p] * 5],
+        c_long,
+        [c_void_p, c_void_p, c_long, POINTER(_Shape), c_int, c_double, c_int, *[c_void_p] * 6],
     ),
     "gradveil_conv2d_fold": (None, [c_void_p, c_long, c_long, c_long, c_long, c_void_p]),
     "gradveil_linear_clip": (
-        None,
-        [c_void_p, c_void_p, c_long, c_long, c_int, c_int, c_int, c_double, c_int, *[c_void_p] * 3],
+        c_long,
+        [c_void_p, c_void_p, c_long, c_long, c_int, c_int, c_int, c_double, c_int, *[c_void_p] * 4],
     ),
     "gradveil_rank_one_clip": (
         c_long,
-        [c_void_p, c_void_p, c_long, c_long, c_long, c_int, c_int, c_double, c_int, *[c_void_p] * 3],
+        [c_void_p, c_void_p, c_long, c_long, c_long, c_int, c_int, c_double, c_int, *[c_void_p] * 4],
     ),
     "gradveil_row_squares": (None, [c_void_p, c_long, c_long, c_int, c_void_p]),
     "gradveil_weighted_rows": (None, [c_void_p, c_long, c_long, c_void_p, c_int, c_void_p]),
@@ -110,6 +111,16 @@ class ConvGeometry:
         self.shape = _Shape(*shape)
 
 
+@dataclass(slots=True)
+class Clipped:
+    """What a kernel made of a batch: sums of clipped gradients, and of each example what it was clipped by."""
+
+    sums: list[Tensor]  # of weight and bias, those that train
+    norms: Tensor  # (B,) float64, before clipping
+    weights: Tensor  # (B,) float64: min(1, bound / norm), 0 where the norm is not finite
+    not_finite: int  # how many
+
+
 class Kernels:
     """The compiled functions. All tensors are float32 on the CPU, see :func:`usable`."""
 
@@ -123,10 +134,8 @@ class Kernels:
 
     # ---- convolutions
 
-    def conv2d_clip(
-        self, x: Tensor, g: Tensor, geometry: ConvGeometry, *, bias: bool, bound: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of clipped weight and bias gradients, and squared norms (float64) per example, before clipping.
+    def conv2d_clip(self, x: Tensor, g: Tensor, geometry: ConvGeometry, *, bias: bool, bound: float) -> Clipped:
+        """Sums of clipped weight and bias gradients.
 
         An example's gradient of weight and bias together is scaled to norm ``bound`` at most; one that is not
         finite adds nothing.
@@ -135,18 +144,18 @@ class Kernels:
         workers = _workers(examples * geometry.size, examples)
         weight_sums = torch.zeros(workers, geometry.size)
         bias_sums = torch.zeros(workers, geometry.outputs)
-        squares = self._conv2d(x, g, geometry, bias, bound, workers, weight_sums, bias_sums, None, None)
-        return self._folded(weight_sums, geometry), bias_sums.sum(0), squares
+        found = self._conv2d(x, g, geometry, bias, bound, workers, weight_sums, bias_sums, None, None)
+        found.sums = [self._folded(weight_sums, geometry)] + ([bias_sums.sum(0)] if bias else [])
+        return found
 
     def conv2d_gradients(
         self, x: Tensor, g: Tensor, geometry: ConvGeometry, *, bias: bool, buffer: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Bias gradients and squared norms (float64) per example; weight gradients go to ``buffer`` (B, size)."""
+        """Bias gradients, and norms (float64) of the weight's, which go to ``buffer`` (B, size); per example."""
         examples = len(x)
         biases = torch.empty(examples, geometry.outputs if bias else 0)
         workers = _workers(examples * geometry.size, examples)
-        squares = self._conv2d(x, g, geometry, bias, 0.0, workers, None, None, buffer, biases)
-        return biases, squares
+        return biases, self._conv2d(x, g, geometry, bias, 0.0, workers, None, None, buffer, biases).norms
 
     def conv2d_weighted(self, buffer: Tensor, geometry: ConvGeometry, weights: Tensor) -> Tensor:
         """The sum of the gradients in ``buffer``, each with its weight; one of weight zero is not looked at."""
@@ -164,10 +173,10 @@ class Kernels:
         bias_sums: Tensor | None,
         buffer: Tensor | None,
         biases: Tensor | None,
-    ) -> Tensor:
+    ) -> Clipped:
         x, g = x.contiguous(), g.contiguous()
-        squares = torch.empty(len(x), dtype=torch.float64)
-        self._library.gradveil_conv2d(
+        norms, weights = torch.empty(len(x), dtype=torch.float64), torch.empty(len(x), dtype=torch.float64)
+        lost = self._library.gradveil_conv2d(
             x.data_ptr(),
             g.data_ptr(),
             len(x),
@@ -177,11 +186,12 @@ class Kernels:
             workers,
             _pointer(weight_sums),
             _pointer(bias_sums),
-            squares.data_ptr(),
+            norms.data_ptr(),
+            weights.data_ptr(),
             _pointer(buffer),
             _pointer(biases) if bias else None,
         )
-        return squares
+        return Clipped([], norms, weights, lost)
 
     def _folded(self, sums: Tensor, geometry: ConvGeometry) -> Tensor:
         """(O, C / G, *kernel) from parts as the kernel keeps them."""
@@ -194,16 +204,16 @@ class Kernels:
 
     # ---- linear layers
 
-    def linear_clip(self, x_BTD: Tensor, g_BTO: Tensor, *, bias: bool, bound: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of clipped weight (O, D) and bias gradients, and squared norms (float64), as :meth:`conv2d_clip`."""
+    def linear_clip(self, x_BTD: Tensor, g_BTO: Tensor, *, bias: bool, bound: float) -> Clipped:
+        """Sums of clipped weight (O, D) and bias gradients, as :meth:`conv2d_clip`."""
         x, g = x_BTD.contiguous(), g_BTO.contiguous()
         examples, positions, inputs = x.shape
         outputs = g.shape[2]
         width = -(-inputs // _LANES) * _LANES
         workers = _workers(examples * outputs * width, examples)
         weight_sums, bias_sums = torch.zeros(workers, outputs, width), torch.zeros(workers, outputs)
-        squares = torch.empty(examples, dtype=torch.float64)
-        self._library.gradveil_linear_clip(
+        norms, weights = torch.empty(examples, dtype=torch.float64), torch.empty(examples, dtype=torch.float64)
+        lost = self._library.gradveil_linear_clip(
             x.data_ptr(),
             g.data_ptr(),
             examples,
@@ -215,19 +225,19 @@ class Kernels:
             workers,
             weight_sums.data_ptr(),
             bias_sums.data_ptr(),
-            squares.data_ptr(),
+            norms.data_ptr(),
+            weights.data_ptr(),
         )
-        return weight_sums.sum(0)[:, :inputs].contiguous(), bias_sums.sum(0), squares
+        total = weight_sums.sum(0)[:, :inputs].contiguous()
+        return Clipped([total, bias_sums.sum(0)] if bias else [total], norms, weights, lost)
 
-    def rank_one_clip(
-        self, x_BD: Tensor, g_BO: Tensor, *, weight: bool, bias: bool, bound: float
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """For gradients g x^T: clipped rows of g, their sum, squared norms (float64), how many are not finite."""
+    def rank_one_clip(self, x_BD: Tensor, g_BO: Tensor, *, weight: bool, bias: bool, bound: float) -> Clipped:
+        """Sums of clipped gradients g x^T, weight (O, D) and bias, those that are asked for."""
         x, g = x_BD.contiguous(), g_BO.contiguous()
         examples, inputs = x.shape
         outputs = g.shape[1]
         scaled, total = torch.empty_like(g), torch.empty(outputs if bias else 0)
-        squares = torch.empty(examples, dtype=torch.float64)
+        norms, weights = torch.empty(examples, dtype=torch.float64), torch.empty(examples, dtype=torch.float64)
         lost = self._library.gradveil_rank_one_clip(
             x.data_ptr(),
             g.data_ptr(),
@@ -240,9 +250,13 @@ class Kernels:
             _workers(examples * (inputs + outputs), examples),
             scaled.data_ptr(),
             total.data_ptr() if bias else None,
-            squares.data_ptr(),
+            norms.data_ptr(),
+            weights.data_ptr(),
         )
-        return scaled, total, squares, int(lost)
+        sums = [total] if bias else []
+        if weight:  # zero times an input that is not finite is not zero
+            sums.insert(0, scaled.mT @ (torch.where(norms.isfinite().unsqueeze(1), x, 0.0) if lost else x))
+        return Clipped(sums, norms, weights, lost)
 
     # ---- rows
 

@@ -172,13 +172,13 @@ class ConvUse(Use):
             return super().sq_norms()
         if self.examples * geometry.size > performance.settings().kept(self.device):
             # Norms only: nothing is added to the sums of a bound of zero.
-            weight_sq = kernels.conv2d_clip(*self._lifted(), geometry, bias=False, bound=0.0)[2]
+            norms = kernels.conv2d_clip(*self._lifted(), geometry, bias=False, bound=0.0).norms
             bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
-            return [weight_sq.float(), *bias]
+            return [norms.square().float(), *bias]
         buffer = workspace.take(self.examples, geometry.size)
-        biases, weight_sq = kernels.conv2d_gradients(*self._lifted(), geometry, bias=self.bias, buffer=buffer)
+        biases, norms = kernels.conv2d_gradients(*self._lifted(), geometry, bias=self.bias, buffer=buffer)
         self._buffer = (buffer, biases, geometry)
-        return [weight_sq.float()] + ([row_sq_norms(biases)] if self.bias else [])
+        return [norms.square().float()] + ([row_sq_norms(biases)] if self.bias else [])
 
     def _gram_sq_norms(self) -> Tensor:
         """From products of pixels. They cancel: a bound on the rounding is added, so no norm is underestimated."""
@@ -268,14 +268,14 @@ class ConvUse(Use):
             return self.field.unsqueeze(2), self.map.unsqueeze(2)
         return self.field, self.map
 
-    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
+    def native_clipped_sums(self, bound: float) -> native.Clipped | None:
         geometry = self._geometry() if self.formula == "direct" else None
         kernels = native.kernels()
         if geometry is None or kernels is None:
             return None
-        weight, bias, squares = kernels.conv2d_clip(*self._lifted(), geometry, bias=self.bias, bound=bound)
-        found = [weight.view(self.map.shape[1], -1, *self.kernel)]
-        return found + ([bias] if self.bias else []), squares
+        found = kernels.conv2d_clip(*self._lifted(), geometry, bias=self.bias, bound=bound)
+        found.sums[0] = found.sums[0].view(self.map.shape[1], -1, *self.kernel)
+        return found
 
     def _buffered_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
         kernels = native.kernels()

@@ -101,23 +101,18 @@ class LinearUse(Use):
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         return super().clipped_sums(weigh) if self.formula == "direct" else self._clipped_by_norms(weigh)
 
-    def native_clipped_sums(self, bound: float) -> tuple[list[Tensor], Tensor] | None:
+    def native_clipped_sums(self, bound: float) -> native.Clipped | None:
         kernels = native.for_tensors(self._x, self._g)
         if kernels is None:
             return None
         if self.positions == 1:
-            scaled, shift, squares, lost = kernels.rank_one_clip(
-                self._x, self._g, weight=self.weight, bias=self.bias, bound=bound
-            )
-            found = []
-            if self.weight:
-                found.append(scaled.mT @ (keep_rows(self._x, squares.isfinite()) if lost else self._x))
+            found = kernels.rank_one_clip(self._x, self._g, weight=self.weight, bias=self.bias, bound=bound)
         elif self.weight and performance.settings().formula != "gram":
-            total, shift, squares = kernels.linear_clip(self._x, self._g, bias=self.bias, bound=bound)
-            found = [total]
+            found = kernels.linear_clip(self._x, self._g, bias=self.bias, bound=bound)
         else:
             return None
-        return self._in_order([*found, shift] if self.bias else found), squares
+        found.sums = self._in_order(found.sums)
+        return found
 
 
 class LinearRule(LayerRule):
