@@ -140,17 +140,17 @@ def _box_muller_part(bits: Any, out: np.ndarray[Any, Any]) -> None:
         words = bits.random_raw(pairs).view(np.uint32)
         radius = (words[:pairs] >> np.uint32(1)).view(np.int32).astype(np.float32)
         angle = words[pairs:].view(np.int32).astype(np.float32)
-        scale, turn = np.float32(2.0**-31), np.float32(2.0 * np.pi / 2**32)
+        scale, turn = 2.0**-31, 2.0 * np.pi / 2**32
     else:
         words = bits.random_raw(2 * pairs) >> np.uint64(11)
         radius, angle = words[:pairs].astype(np.float64), words[pairs:].astype(np.float64)
-        scale, turn = np.float64(2.0**-53), np.float64(2.0 * np.pi / 2**53)
+        scale, turn = 2.0**-53, 2.0 * np.pi / 2**53
     radius += out.dtype.type(0.5)
-    radius *= scale
+    radius *= out.dtype.type(scale)
     np.log(radius, out=radius)
     radius *= out.dtype.type(-2.0)
     np.sqrt(radius, out=radius)
-    angle *= turn
+    angle *= out.dtype.type(turn)
     np.multiply(np.cos(angle), radius, out=out[:pairs])
     np.sin(angle, out=angle)
     np.multiply(angle[: len(out) - pairs], radius[: len(out) - pairs], out=out[pairs:])
