@@ -338,7 +338,7 @@ class Clipper:
             sums = self._kernel_sums(unit, use, current)
             if sums is None:
                 sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
-            sums = [s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
+            sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
             self._returned.update(zip(unit.parameters, sums, strict=True))
             return list(sums)
         current.kept.append((unit, use))
@@ -441,11 +441,12 @@ class Clipper:
         if use.device.type == "cuda":
             if not cuda.available():
                 return None
-            bound = self._bounds_on(use.device).inside[group : group + 1]
-            found = on_cuda.clipped(use, cuda.Clip(bound, current.flags(use.device), current.present))
+            bounds = self._bounds_on(use.device)
+            clip = cuda.Clip(bounds.inside_of[group], current.flags(use.device), current.present)
+            found = on_cuda.clipped(use, clip)
             if found is None:
                 return None
-            self.harvest.note(group, found.norms, found.weights, self._bounds_on(use.device).exact[group])
+            self.harvest.note(group, found.norms, found.weights, bounds.exact_of[group])
             return found.sums
         native = use.native_clipped_sums(self._inside(group, torch.float32))
         if native is None:
@@ -463,7 +464,7 @@ class Clipper:
         """min(1, C / norm) per example; 0 for a norm that is not finite, for padding, and for an empty batch."""
         if current.empty:
             return torch.zeros_like(norms)
-        bound: float | Tensor = self._bounds_on(norms.device).exact[group] if norms.is_cuda else self.bounds[group]
+        bound: float | Tensor = self._bounds_on(norms.device).exact_of[group] if norms.is_cuda else self.bounds[group]
         weights = (bound * _inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
@@ -486,8 +487,10 @@ class DeviceBounds:
     """The bounds on a device, written in place: kernels, and captured graphs, read them when they run."""
 
     def __init__(self, bounds: Sequence[float], device: torch.device) -> None:
-        self.exact = torch.empty(len(bounds), dtype=torch.float64, device=device)
-        self.inside = torch.empty(len(bounds), dtype=torch.float32, device=device)  # float32, rounding margin taken off
+        self._exact = torch.empty(len(bounds), dtype=torch.float64, device=device)
+        self._inside = torch.empty(len(bounds), dtype=torch.float32, device=device)
+        self.exact_of = self._exact.unbind()
+        self.inside_of = self._inside.unbind()  # rounding margin taken off
         self._held: tuple[float, ...] = ()
         self.set(bounds)
 
@@ -495,9 +498,9 @@ class DeviceBounds:
         if tuple(bounds) == self._held:
             return
         self._held = tuple(bounds)
-        values = torch.tensor(self._held, dtype=torch.float64, pin_memory=self.exact.is_cuda)
-        self.exact.copy_(values, non_blocking=True)
-        self.inside.copy_(self.exact * _inside(torch.float32))
+        values = torch.tensor(self._held, dtype=torch.float64, pin_memory=self._exact.is_cuda)
+        self._exact.copy_(values, non_blocking=True)
+        self._inside.copy_(self._exact * _inside(torch.float32))
 
 
 def _inside(dtype: torch.dtype) -> float:

@@ -82,6 +82,14 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+def _compiler_at_work() -> bool:
+    """Whether a compiled model is running or being traced: only then is it worth what keeping it out costs."""
+    if torch.compiler.is_compiling():
+        return True
+    watching = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return watching is None or watching() is not None
+
+
 class Followed:
     """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
 
@@ -91,7 +99,8 @@ class Followed:
         self.run = _uncompiled(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        run = self.run if _compiler_at_work() else self._run
+        return run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
@@ -109,10 +118,10 @@ class ModelHook:
 
     def __init__(self, hook: Callable[..., Any], before_copy: Callable[[], None] | None = None) -> None:
         self.before_copy = before_copy
-        self.hook = _uncompiled(hook)
+        self.plain, self.hook = hook, _uncompiled(hook)
 
     def __call__(self, *args: Any) -> Any:
-        return self.hook(*args)
+        return self.hook(*args) if _compiler_at_work() else self.plain(*args)
 
     def __reduce__(self) -> Any:
         if self.before_copy is not None:

@@ -52,7 +52,13 @@ class Clipped:
 
 
 def available() -> bool:
+    """Whether Triton is installed."""
     return _triton is not None
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors: on a GPU, not empty, of float32 or less."""
+    return _triton is not None and all(t.is_cuda and t.dtype != torch.float64 and t.numel() > 0 for t in tensors)
 
 
 # Elements of per-example convolution gradients held at a time: 64 MiB.
@@ -151,11 +157,11 @@ def _contracted(x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> list[Tenso
     """g^T x and the column sums of g, in full float32: with rounded factors a contribution could exceed its bound."""
     found = []
     if weight:
-        before = torch.backends.cuda.matmul.allow_tf32
-        if before:
+        rounds = torch.backends.cuda.matmul.allow_tf32
+        if rounds:
             torch.backends.cuda.matmul.allow_tf32 = False
-        found.append(g.mT @ x)
-        if before:
+        found.append(torch.mm(g.t(), x))
+        if rounds:
             torch.backends.cuda.matmul.allow_tf32 = True
     return found + ([g.sum(0)] if bias else [])
 
@@ -280,10 +286,10 @@ def channel_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     return both[0], both[1]
 
 
-def feature_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, features: int) -> tuple[Tensor, Tensor]:
+def feature_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Per-example gradients (B, D) of a layer norm's scale and shift; x and g are (B, ..., D), mean (B, ..., 1)."""
     x, g = x.contiguous(), g.contiguous()
-    examples = len(x)
+    examples, features = len(x), x.shape[-1]
     positions = x.numel() // max(1, examples * features)
     both = torch.empty(2, examples, features, dtype=torch.float32, device=x.device)
     _triton.feature_moments[(examples, _pieces(features, 64))](

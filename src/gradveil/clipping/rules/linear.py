@@ -51,20 +51,20 @@ class LinearUse(Use):
         if x.dim() != 2:
             shape = (self.examples,) if self.positions == 1 else (self.examples, self.positions)
             x, g = x.reshape(*shape, inputs), g.reshape(*shape, outputs)
-        self._x, self._g = x, g  # (B, D) and (B, O) where T = 1: small layers feel every view
+        self.x, self.g = x, g  # (B, D) and (B, O) where T = 1: small layers feel every view
         self.elements_per_example = inputs * outputs
         self.formula = choose_formula(self.positions, inputs, outputs) if weight else "rank-one"
 
     @property
     def x_BTD(self) -> Tensor:
-        return self._x if self._x.dim() == 3 else self._x.unsqueeze(1)
+        return self.x if self.x.dim() == 3 else self.x.unsqueeze(1)
 
     @property
     def g_BTO(self) -> Tensor:
-        return self._g if self._g.dim() == 3 else self._g.unsqueeze(1)
+        return self.g if self.g.dim() == 3 else self.g.unsqueeze(1)
 
     def _drop(self, keep: Tensor) -> None:
-        self._x, self._g = keep_rows(self._x, keep), keep_rows(self._g, keep)
+        self.x, self.g = keep_rows(self.x, keep), keep_rows(self.g, keep)
 
     def per_example(self, rows: slice) -> list[Tensor]:
         return self._gradients(rows)
@@ -77,12 +77,12 @@ class LinearUse(Use):
     def sq_norms(self) -> list[Tensor]:
         if self.formula == "direct":
             return super().sq_norms()
-        bias_sq = row_sq_norms(self._g.sum(1) if self.positions != 1 else self._g)
+        bias_sq = row_sq_norms(self.g.sum(1) if self.positions != 1 else self.g)
         found = []
         if self.weight and self.formula == "rank-one":
-            found.append(row_sq_norms(self._x) * bias_sq)
+            found.append(row_sq_norms(self.x) * bias_sq)
         elif self.weight:
-            xx, gg = torch.bmm(self._x, self._x.mT), torch.bmm(self._g, self._g.mT)
+            xx, gg = torch.bmm(self.x, self.x.mT), torch.bmm(self.g, self.g.mT)
             found.append(gram_sq_norms(xx, gg))
         return found + ([bias_sq] if self.bias else [])
 
@@ -90,11 +90,11 @@ class LinearUse(Use):
         scaled: dict[int, Tensor] = {}
         for w in weights:
             if id(w) not in scaled:
-                rows = self._g * w.to(self._g.dtype).view(-1, *[1] * (self._g.dim() - 1))
+                rows = self.g * w.to(self.g.dtype).view(-1, *[1] * (self.g.dim() - 1))
                 scaled[id(w)] = rows if rows.dim() == 2 else rows.flatten(0, 1)
         found = []
         if self.weight:
-            x = self._x if self._x.dim() == 2 else self._x.flatten(0, 1)
+            x = self.x if self.x.dim() == 2 else self.x.flatten(0, 1)
             found.append(scaled[id(weights[0])].mT @ x)
         return self._in_order(found + ([scaled[id(weights[-1])].sum(0)] if self.bias else []))
 
@@ -102,13 +102,13 @@ class LinearUse(Use):
         return super().clipped_sums(weigh) if self.formula == "direct" else self._clipped_by_norms(weigh)
 
     def native_clipped_sums(self, bound: float) -> native.Clipped | None:
-        kernels = native.for_tensors(self._x, self._g)
+        kernels = native.for_tensors(self.x, self.g)
         if kernels is None:
             return None
         if self.positions == 1:
-            found = kernels.rank_one_clip(self._x, self._g, weight=self.weight, bias=self.bias, bound=bound)
+            found = kernels.rank_one_clip(self.x, self.g, weight=self.weight, bias=self.bias, bound=bound)
         elif self.weight and performance.settings().formula != "gram":
-            found = kernels.linear_clip(self._x, self._g, bias=self.bias, bound=bound)
+            found = kernels.linear_clip(self.x, self.g, bias=self.bias, bound=bound)
         else:
             return None
         found.sums = self._in_order(found.sums)
@@ -124,11 +124,13 @@ class LinearRule(LayerRule):
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
-        to_x = (g @ weight.to(g.dtype)).to(x.dtype) if needs[0] else None
+        to_x = None
+        if needs[0]:
+            to_x = g @ weight if g.dtype == weight.dtype == x.dtype else (g @ weight.to(g.dtype)).to(x.dtype)
         return to_x, LinearUse(x, g, weight=needs[1], bias=needs[2])
 
 
-class _Transposed(LinearUse):
+class TransposedLinearUse(LinearUse):
     """Weight stored as (D, O)."""
 
     def per_example(self, rows: slice) -> list[Tensor]:
@@ -150,4 +152,4 @@ class Conv1DRule(LayerRule):
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
         to_x = (g @ weight.mT.to(g.dtype)).to(x.dtype) if needs[0] else None
-        return to_x, _Transposed(x, g, weight=needs[1], bias=needs[2])
+        return to_x, TransposedLinearUse(x, g, weight=needs[1], bias=needs[2])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.uses import MaterialisedUse, Use, wide, wide_pair
-from gradveil.kernels import native
+from gradveil.kernels import cuda, native
 
 
 def _over_positions(t: Tensor, last: int) -> Tensor:
@@ -47,6 +47,8 @@ class LayerNormRule(LayerRule):
             to_x = torch.ops.aten.native_layer_norm_backward(
                 g, x, self.module.normalized_shape, mean, rstd, weight, None, [True, False, False]
             )[0]
+        if last == 1 and cuda.usable(x, g):
+            return to_x, _use(*cuda.feature_moments(x, g, mean, rstd), needs)
         wide_x, wide_g = wide_pair(x, g)
         scaled = _over_positions(wide_g * ((wide_x - mean) * rstd), last)
         return to_x, _use(scaled, _over_positions(wide_g, last), needs)
@@ -106,6 +108,8 @@ class GroupNormRule(LayerRule):
             to_x = torch.ops.aten.native_group_norm_backward(
                 g, x, mean, rstd, weight, n, c, pixels, groups, [True, False, False]
             )[0]
+        if cuda.usable(x, g):
+            return to_x, _use(*cuda.channel_moments(x, g, mean, rstd), needs)
         wide_x, wide_g = wide_pair(x, g)
         flat_x, flat_g = wide_x.reshape(n, c, -1), wide_g.reshape(n, c, -1)
         shift = flat_g.sum(2)
