@@ -210,6 +210,9 @@ class _Piece:
     def work(self) -> None:
         raise NotImplementedError
 
+    def get_ready(self) -> None:
+        """About to be captured."""
+
     def results(self) -> Any:
         """The tensors that the latest work has left, beside gradients."""
         return None
@@ -225,6 +228,8 @@ class _Graph:
         self.stamp = stamp  # of the settings that are part of it
         self._pieces = pieces
         self._graph = torch.cuda.CUDAGraph()
+        for piece in pieces:
+            piece.get_ready()
         with torch.cuda.graph(self._graph, pool=pool):
             for piece in pieces:
                 piece.work()
@@ -385,12 +390,18 @@ class _Finish(_Piece):
         if not cuda.available() or not all(g.dtype == torch.float32 and g.is_contiguous() for g in grads):
             add_drawn_noise(grads, self._draw, self._scale, divide_by=size)
             return
-        table = cuda.noise_table(grads)
-        if torch.cuda.is_current_stream_capturing():
-            self._table = (table, torch.empty_like(table, device=self.device))  # filled in when all is captured
-        else:
-            self._table = (table, table.to(self.device, non_blocking=True))
+        host = cuda.noise_table(grads)
+        if self._table is None:
+            self._table = (host, torch.empty_like(host, device=self.device))
+        self._table = (host, self._table[1])
+        if not torch.cuda.is_current_stream_capturing():  # otherwise it is filled in when all is captured
+            self._table[1].copy_(host, non_blocking=True)
         cuda.add_noise(self._table[1], self._draw, self._scale, divide_by=size)
+
+    def get_ready(self) -> None:
+        # Not in the graph's memory, which it uses for other things before.
+        if self._table is not None:
+            self._table = (self._table[0], torch.empty_like(self._table[1]))
 
     def results(self) -> Any:
         if self._table is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,34 @@ def test_the_kernel_is_compiled_once_and_cached(tmp_path, monkeypatch):
     assert len(made) == 1
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == first
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "gradveil").iterdir()} == made
+
+
+@needs_kernel
+def test_the_kernel_runs_on_the_threads_of_torch():
+    """No second pool: after torch has started its threads, the kernels start none."""
+    if not native.kernels().shares_threads or not Path("/proc/self/task").exists():
+        pytest.skip("threads of its own, or no way to count them")
+    code = (
+        "import os, torch; from gradveil.kernels import native; torch.set_num_threads(3)\n"
+        "count = lambda: len(os.listdir('/proc/self/task'))\n"
+        "torch.ones(1 << 22).add_(1); before = count()\n"
+        "native.kernels().row_squares(torch.ones(64, 1 << 16))\n"
+        "native.kernels().add_noise(bytes(32), [(torch.zeros(1 << 20), 1.0, 0)], divide_by=1.0)\n"
+        "print(before, count())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert found[0] == found[1]
+    assert int(found[0]) >= 3
+
+
+@needs_kernel
+def test_without_the_runtime_of_torch_the_kernel_starts_threads_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = native.Kernels(native._built(native._compiler(), "threads of its own"))
+    assert not own.shares_threads
+    rows = torch.randn(64, 5000)
+    assert torch.equal(own.row_squares(rows), native.kernels().row_squares(rows))
+    draws = [torch.zeros(100_000), torch.zeros(100_000)]
+    for kernels, draw in zip((own, native.kernels()), draws, strict=True):
+        kernels.add_noise(bytes(32), [(draw, 1.0, 0)], divide_by=1.0, threads=2)
+    assert torch.equal(*draws)

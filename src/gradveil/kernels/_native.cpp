@@ -8,10 +8,8 @@
 // Convolution: x (B, C, H, W), g (B, O, OH, OW); the gradient is kept as (G, N, Opad) with N = C/G * KH * KW rows per
 // group and O padded to whole vectors. Linear: x (B, T, D), g (B, T, O); the gradient is (O, Dpad). All contiguous.
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "_native.h"
 
@@ -33,10 +31,11 @@ struct Positions {
 
 static inline int padded_to_lanes(int n) { return (n + LANES - 1) / LANES * LANES; }
 
-// out[r][0 .. NV*16) = sum over positions of rows[r][position] * b[position][0 .. NV*16); returns its sum of squares,
-// float within a tile, double over tiles.
+// out[r][0 .. NV*16) = sum over positions of rows[r][position] * b[position][0 .. NV*16). Its squares are added to
+// ``squares``: float within a tile, double over tiles.
 template <int MR, int NV>
-static double tile(const float* const* rows, const Positions& at, const float* b, long ldb, float* out, long ldo) {
+static void tile(const float* const* rows, const Positions& at, const float* b, long ldb, float* out, long ldo,
+                 dvec& squares) {
     vec acc[MR][NV];
     for (int r = 0; r < MR; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vec{};
@@ -53,53 +52,55 @@ static double tile(const float* const* rows, const Positions& at, const float* b
             place += at.col_step;
         }
     }
-    vec squares = vec{};
+    vec of_tile = vec{};
     for (int r = 0; r < MR; r++)
         for (int v = 0; v < NV; v++) {
             store(out + r * ldo + v * LANES, acc[r][v]);
-            squares += acc[r][v] * acc[r][v];
+            of_tile += acc[r][v] * acc[r][v];
         }
-    return total(squares);
+    squares += __builtin_convertvector(of_tile, dvec);
 }
 
 template <int NV>
-static double tile_rows(int mr, const float* const* rows, const Positions& at, const float* b, long ldb, float* out,
-                        long ldo) {
+static void tile_rows(int mr, const float* const* rows, const Positions& at, const float* b, long ldb, float* out,
+                      long ldo, dvec& squares) {
     switch (mr) {
-        case 6: return tile<6, NV>(rows, at, b, ldb, out, ldo);
-        case 5: return tile<5, NV>(rows, at, b, ldb, out, ldo);
-        case 4: return tile<4, NV>(rows, at, b, ldb, out, ldo);
-        case 3: return tile<3, NV>(rows, at, b, ldb, out, ldo);
-        case 2: return tile<2, NV>(rows, at, b, ldb, out, ldo);
-        default: return tile<1, NV>(rows, at, b, ldb, out, ldo);
+        case 6: return tile<6, NV>(rows, at, b, ldb, out, ldo, squares);
+        case 5: return tile<5, NV>(rows, at, b, ldb, out, ldo, squares);
+        case 4: return tile<4, NV>(rows, at, b, ldb, out, ldo, squares);
+        case 3: return tile<3, NV>(rows, at, b, ldb, out, ldo, squares);
+        case 2: return tile<2, NV>(rows, at, b, ldb, out, ldo, squares);
+        default: return tile<1, NV>(rows, at, b, ldb, out, ldo, squares);
     }
 }
 
-static double tile_any(int mr, int nv, const float* const* rows, const Positions& at, const float* b, long ldb,
-                       float* out, long ldo) {
+static void tile_any(int mr, int nv, const float* const* rows, const Positions& at, const float* b, long ldb, float* out,
+                     long ldo, dvec& squares) {
 #if defined(__AVX512F__)
-    if (nv == 4) return tile_rows<4>(mr, rows, at, b, ldb, out, ldo);
-    if (nv == 3) return tile_rows<3>(mr, rows, at, b, ldb, out, ldo);
-    if (nv == 2) return tile_rows<2>(mr, rows, at, b, ldb, out, ldo);
+    if (nv == 4) return tile_rows<4>(mr, rows, at, b, ldb, out, ldo, squares);
+    if (nv == 3) return tile_rows<3>(mr, rows, at, b, ldb, out, ldo, squares);
+    if (nv == 2) return tile_rows<2>(mr, rows, at, b, ldb, out, ldo, squares);
 #endif
     (void)nv;
-    return tile_rows<1>(mr, rows, at, b, ldb, out, ldo);
+    tile_rows<1>(mr, rows, at, b, ldb, out, ldo, squares);
 }
 
 // One example's gradient (n, width) from n rows of scalars and the vectors b (positions, width); its sum of squares.
 template <class RowAt>
 static double product(int n, int width, const RowAt& row_at, const Positions& at, const float* b, long ldb, float* out) {
-    double square = 0.0;
+    dvec squares = dvec{};
     for (int o = 0; o < width; o += VECS * LANES) {  // the panel of b stays in the nearest cache while rows pass by
         const int nv = (width - o) / LANES < VECS ? (width - o) / LANES : VECS;
         for (int row = 0; row < n; row += ROWS) {
             const int mr = n - row < ROWS ? n - row : ROWS;
             const float* rows[ROWS];
             for (int r = 0; r < mr; r++) rows[r] = row_at(row + r);
-            square += tile_any(mr, nv, rows, at, b + o, ldb, out + (size_t)row * width + o, width);
+            tile_any(mr, nv, rows, at, b + o, ldb, out + (size_t)row * width + o, width, squares);
         }
     }
-    return square;
+    double sum = 0.0;
+    for (int l = 0; l < LANES; l++) sum += squares[l];
+    return sum;
 }
 
 // What is said of each example: its norm before clipping, and its weight, 0 where the norm is not finite.
@@ -190,8 +191,8 @@ extern "C" long gradveil_conv2d(const float* x, const float* g, long examples, c
     const size_t size = (size_t)s.G * n * opad;
     const Positions at = {s.OH, s.OW, (long)s.SH * wp, s.SW};
     in_parallel(workers, [=](int worker) {
-        std::vector<float> padded(s.PH || s.PW ? (size_t)s.C * hp * wp : 0, 0.f), gt((size_t)pixels * opad, 0.f);
-        std::vector<float> own(buffer ? 0 : size), own_bias(s.O);
+        Buffer padded(s.PH || s.PW ? (size_t)s.C * hp * wp : 0), gt((size_t)pixels * opad);
+        Buffer own(buffer ? 0 : size), own_bias(s.O);
         const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
         for (long i = first; i < last; i++) {
             const float* field = x + i * (long)s.C * s.H * s.W;
@@ -254,7 +255,7 @@ extern "C" long gradveil_linear_clip(const float* x, const float* g, long exampl
     const size_t size = (size_t)outputs * width;
     const Positions at = {1, (int)positions, 0, outputs};
     in_parallel(workers, [=](int worker) {
-        std::vector<float> wide(width == inputs ? 0 : positions * width, 0.f), grad(size), bias(outputs);
+        Buffer wide(width == inputs ? 0 : positions * width), grad(size), bias(outputs);
         const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
         for (long i = first; i < last; i++) {
             const float* xi = x + i * positions * inputs;
@@ -267,7 +268,7 @@ extern "C" long gradveil_linear_clip(const float* x, const float* g, long exampl
             const auto row_at = [=](int row) { return gi + row; };
             double square = product(outputs, width, row_at, at, xi, width, grad.data());
             if (with_bias) {
-                std::fill(bias.begin(), bias.end(), 0.f);
+                std::memset(bias.data(), 0, sizeof(float) * outputs);
                 for (long t = 0; t < positions; t++) add_scaled(1.f, gi + t * outputs, outputs, bias.data());
                 for (int o = 0; o < outputs; o++) square += (double)bias[o] * bias[o];
             }

@@ -6,15 +6,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #if !defined(_OPENMP)
 #include <thread>
-#include <vector>
 #endif
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef double dvec __attribute__((vector_size(128), aligned(8), may_alias));  // as many lanes
 static const int LANES = 16;
 
 static inline vec load(const float* at) { return *(const vec*)at; }
@@ -27,6 +28,22 @@ static inline double total(vec v) {
     for (int l = 0; l < LANES; l++) sum += v[l];
     return sum;
 }
+
+// Zeroed floats that begin with a cache line: a vector that lies across two of them takes two loads.
+class Buffer {
+   public:
+    explicit Buffer(size_t size) : memory(size + LANES, 0.f) {
+        const size_t past = (uintptr_t)memory.data() % 64 / sizeof(float);
+        start = memory.data() + (past ? LANES - past : 0);
+    }
+    Buffer(const Buffer&) = delete;
+    float* data() { return start; }
+    float& operator[](size_t at) { return start[at]; }
+
+   private:
+    std::vector<float> memory;
+    float* start;
+};
 
 static inline long share(long count, int worker, int workers) { return count * worker / workers; }
 
