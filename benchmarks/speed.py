@@ -6,8 +6,9 @@
 Each workload runs in every mode of modes.py: plain SGD, gradveil per layer and flat, with and without compiled
 kernels, in channels_last, every mode of Opacus, and JAX-Privacy. Steps take turns, so that a busy machine slows all of
 them alike; a mode that is many times slower than plain SGD takes fewer turns. A short step is taken twice in its turn
-and the second is timed: nobody pays for the caches that the mode before left cold. Medians and quartiles; ratios are
-of medians. Peak memory is that of some steps above the level before the model was made; on the CPU see memory.py.
+and the second is timed: nobody pays for the caches that the mode before left cold. On a GPU a turn is several steps in
+a row, as in training, where the host goes ahead of the device; their mean is one sample. Medians and quartiles; ratios
+are of medians. Peak memory is that of some steps above the level before the model was made; on the CPU see memory.py.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from workloads import WORKLOADS, Workload
 PATIENCE = 5  # a mode takes every k-th turn if a step of it takes 5 k times a plain one
 LEAST = 5  # samples of each mode that takes every turn, 3 of the others
 SHORT = 0.05  # seconds
+ROW = 0.03  # seconds of a turn on a GPU, or 20 steps if that is less
 ON_CUDA = "highest allocation during a step after warm-up, above the allocation before model and data were made"
 
 
-def timed(step: Step, device: str) -> float:
+def timed(step: Step, device: str, times: int = 1) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    own = step()
+    for _ in range(times):
+        own = step()
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter() - start if own is None else own
+    return (time.perf_counter() - start) / times if own is None else own
 
 
 def cuda_peak_bytes(step: Step, before: int) -> int:
@@ -100,7 +103,8 @@ def measure(w: Workload, device: str, seconds: float, modes: list[str], memory_t
             if turn % every[name] == 0:
                 if mode.about < SHORT:
                     mode.step()
-                times[name].append(timed(mode.step, device))
+                in_a_row = 1 if device == "cpu" else max(1, min(20, int(ROW / mode.about)))
+                times[name].append(timed(mode.step, device, in_a_row))
         turn += 1
     middle = {name: statistics.median(t) for name, t in times.items()}
     rows: dict[str, dict[str, Any]] = {}

@@ -4,7 +4,6 @@ Names: B examples, T positions, L pixels; a ``piece`` is one program's share of 
 """
 # Triton's language has no types that a checker could follow.
 # mypy: ignore-errors
-# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
@@ -55,13 +54,17 @@ def row_weights(
 
 @triton.jit
 def partial_weights(
-    partials, count, bound, present, norms, weights, lost, HAS_PRESENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program per example: its squared norm from partial sums, and its weight."""
+    partials, rows, count, size, bound, present, norms, weights, lost,
+    HAS_ROWS: tl.constexpr, HAS_PRESENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per example: its squared norm from partial sums (and its row of another tensor), and its weight."""
     example = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     parts = tl.load(partials + example.to(tl.int64) * count + at, mask=at < count, other=0.0)
-    _weigh(tl.sum(parts), example, bound, present, norms, weights, lost, HAS_PRESENT)
+    square = tl.sum(parts)
+    if HAS_ROWS:
+        square += _row_square(rows, example, size, BLOCK)
+    _weigh(square, example, bound, present, norms, weights, lost, HAS_PRESENT)
 
 
 @triton.jit
@@ -222,9 +225,8 @@ def padded_channels_last(
 
 @triton.jit
 def conv_gradients(
-    field, map_, grads, biases, partials, channels, outputs, height, width, map_width, pixels, taps, kernel_width,
-    stride_h, stride_w, dilation_h, dilation_w, tiles_o, tiles_n,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    field, map_, grads, partials, channels, outputs, height, width, map_width, pixels, taps, kernel_width,
+    stride_h, stride_w, dilation_h, dilation_w, tiles_o, tiles_n, PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """One program per example, group and tile of the (outputs, taps x channels) gradient of its own loss.
@@ -244,7 +246,6 @@ def conv_gradients(
     field += example.to(tl.int64) * height * width * stride + group * channels
     map_ += (example * groups + group).to(tl.int64) * outputs * pixels
     total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    values = tl.zeros([BLOCK_O, BLOCK_L], tl.float32)  # of the map, for the bias; reduced after the loop
     for start in range(0, pixels, BLOCK_L):
         p = start + tl.arange(0, BLOCK_L)
         seen = (o < outputs)[:, None] & (p < pixels)[None, :]
@@ -254,17 +255,9 @@ def conv_gradients(
         pixel = ((q // map_width) * stride_h * width + (q % map_width) * stride_w) * stride
         patch = tl.load(field + pixel[:, None] + places[None, :], mask=(n < size)[None, :], other=0.0)
         total = tl.dot(value, patch, total, input_precision=PRECISION)
-        if HAS_BIAS:
-            values += value
     at = (example * groups + group).to(tl.int64) * outputs * size + o[:, None] * size + n[None, :]
     tl.store(grads + at, total, mask=(o < outputs)[:, None] & (n < size)[None, :])
-    square = tl.sum(total * total)
-    if HAS_BIAS:
-        if tile_n == 0:
-            bias = tl.sum(values, axis=1)
-            tl.store(biases + (example * groups + group) * outputs + o, bias, mask=o < outputs)
-            square += tl.sum(bias * bias)
-    tl.store(partials + (example * groups + group) * tiles + tile, square)
+    tl.store(partials + (example * groups + group) * tiles + tile, tl.sum(total * total))
 
 
 @triton.jit

@@ -198,23 +198,23 @@ def clip_convolution(
     for start in range(0, examples, at_once):
         part = slice(start, min(start + at_once, examples))
         count = part.stop - part.start
-        padded = _padded_channels_last(field[part], padding)
+        padded, g = _padded_channels_last(field[part], padding), map_[part].contiguous()
         grads = torch.empty(count, all_outputs, size, dtype=torch.float32, device=field.device)
-        biases = torch.empty(count, all_outputs, dtype=torch.float32, device=field.device) if bias else grads
+        rows = [grads, g.sum((2, 3), dtype=torch.float32)] if bias else [grads]
         partials = torch.empty(count, groups * tiles, dtype=torch.float32, device=field.device)
         _triton.conv_gradients[(count * tiles, groups)](
-            padded, map_[part].contiguous(), grads, biases, partials,
+            padded, g, grads, partials,
             channels, outputs, padded.shape[1], padded.shape[2], map_width, pixels, taps, kernel[1],
             *stride, *dilation, tiles_o, tiles_n,
-            HAS_BIAS=bias, PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
+            PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
             BLOCK_O=tile.outputs, BLOCK_N=tile.columns, BLOCK_L=tile.pixels, num_warps=tile.warps, num_stages=3,
         )  # fmt: skip
+        present = None if clip.present is None else clip.present[part]
         _triton.partial_weights[(count,)](
-            partials, groups * tiles, clip.bound, None if clip.present is None else clip.present[part],
-            norms[part], weights[part], clip.lost[part],
-            HAS_PRESENT=clip.present is not None, BLOCK=_block(groups * tiles, 1 << 20), num_warps=1,
+            partials, rows[-1], groups * tiles, all_outputs,
+            clip.bound, present, norms[part], weights[part], clip.lost[part],
+            HAS_ROWS=bias, HAS_PRESENT=clip.present is not None, BLOCK=_block(groups * tiles, 1 << 20), num_warps=1,
         )  # fmt: skip
-        rows = [grads, biases] if bias else [grads]
         _add_weighted(rows, weights[part], sums, add=start > 0, turned=(channels, taps))
     return Clipped(sums, norms, weights)
 
