@@ -27,7 +27,7 @@ class Settings:
     formula               "auto" lets each layer choose its formula by cost; a name forces it where it applies
     """
 
-    chunk_elements: int = 1 << 19
+    chunk_elements: int = 1 << 20
     cuda_chunk_elements: int = 1 << 28
     kept_elements: int = 1 << 27
     cuda_kept_elements: int = 1 << 29

@@ -37,7 +37,7 @@ _THREADS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # for compilin
     "threads of its own": (("-pthread",), ("-pthread",)),
 }
 _LANES = 16
-_WORTH_A_THREAD = 1 << 14  # elements: below, waking another thread costs more than it does
+_WORTH_A_THREAD = 1 << 16  # elements: below, waking another thread costs more than it does
 
 _SHAPE_NAMES = ("C", "H", "W", "O", "OH", "OW", "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW", "G")
 
