@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -344,3 +345,33 @@ def test_a_module_under_two_names_and_parameters_without_dimensions():
         model.zero_grad()
         compare(model, torch.randn(5, 4).double(), torch.randint(0, 3, (5,)), clipping=clipping)
     assert isinstance(model[0].weight, nn.Parameter)
+
+
+class LossInside(nn.Module):
+    """A mean over the labels that are not ignored: one example's labels change the weight of every other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.layer(x).flatten(0, 1), y.flatten())
+
+
+def test_a_loss_computed_inside_the_model_is_refused():
+    """Accepted, it would let one example change the sum by 70 times the bound."""
+    model = LossInside()
+    x, y = torch.ones(101, 300, 6) * 0.3, torch.zeros(101, 300, dtype=torch.long)
+    y[:100, 1:] = -100
+    clipper = Clipper(model, make_groups(model, "flat"), bounds=[1.0], loss_reduction="mean")
+    with pytest.raises(UnsupportedModelError, match="outside the model"):
+        model(x, y).backward()
+    clipper.detach()
+
+
+def test_a_loss_inside_the_model_is_taken_for_one_example_at_a_time():
+    model = LossInside()
+    clipper = Clipper(model, make_groups(model, "flat"), bounds=[0.5], loss_reduction="mean")
+    model(torch.randn(1, 4, 6), torch.tensor([[0, 1, -100, 2]])).backward()
+    assert math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters())) <= 0.5
+    clipper.detach()

@@ -119,13 +119,7 @@ def test_an_attention_mask_and_keywords(name):
     compare(model, x, y, "per-layer", lambda m, ids: m(input_ids=ids, attention_mask=mask))
 
 
-CHECKPOINTED = pytest.mark.xfail(
-    strict=True,
-    reason="a module followed through torch.func saves more tensors at its first call than later",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=CHECKPOINTED) if n == "llama" else n for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_gradient_checkpointing(name):
     model = make(name).double().train()
     model.gradient_checkpointing_enable()
@@ -185,25 +179,13 @@ def test_batches_that_are_dictionaries():
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "gpt2"])
-def test_the_models_own_loss_is_clipped_where_every_label_counts(name):
-    """The loss is then the mean over examples of their own losses, and the sums are those of one at a time."""
-    model = make(name).double()
+def test_the_models_own_loss_is_refused(name):
+    """How examples enter a number made inside the model cannot be checked: some labels may not count."""
+    model = make(name)
     x, y = data(name, 5)
-    x = x.double() if x.is_floating_point() else x
-    alone = copy.deepcopy(model)
-    expected = {key: torch.zeros_like(p) for key, p in alone.named_parameters() if p.requires_grad}
-    for i in range(len(x)):
-        alone.zero_grad()
-        alone(x[i : i + 1], labels=y[i : i + 1]).loss.backward()
-        norm = torch.sqrt(sum((p.grad**2).sum() for p in alone.parameters() if p.grad is not None))
-        for key, p in alone.named_parameters():
-            if p.grad is not None:
-                expected[key] += p.grad * min(1.0, 0.1 / float(norm))
     clipper = Clipper(model, make_groups(model, "flat"), bounds=[0.1], loss_reduction="mean")
-    model(x, labels=y).loss.backward()
-    for key, p in model.named_parameters():
-        if p.requires_grad:
-            assert float((p.grad - expected[key]).abs().max()) < 1e-12, key
+    with pytest.raises(UnsupportedModelError, match="outside the model"):
+        model(x, labels=y).loss.backward()
     clipper.detach()
 
 
@@ -215,21 +197,6 @@ def test_the_loss_of_a_model_followed_as_a_whole_is_refused():
     with pytest.raises(UnsupportedModelError, match="no dimension of it is the batch"):
         model(x, labels=y)
     clipper.detach()
-
-
-@pytest.mark.xfail(strict=True, reason="a loss inside the model is a scalar output, and no check looks at it")
-@pytest.mark.parametrize("name", ["llama", "llama, lora", "gpt2, lora"])
-def test_the_models_own_loss_with_ignored_labels_is_refused(name):
-    """Its normaliser counts the labels of all examples, so one example changes every other's gradient."""
-    model = make(name)
-    x, y = data(name, 5)
-    y[0, 2:] = -100
-    clipper = Clipper(model, make_groups(model, "flat"), bounds=[1.0], loss_reduction="mean")
-    try:
-        with pytest.raises(UnsupportedModelError):
-            model(x, labels=y).loss.backward()
-    finally:
-        clipper.detach()
 
 
 def test_ignored_labels_outside_the_model_are_refused():

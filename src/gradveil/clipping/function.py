@@ -8,7 +8,8 @@ call on the whole batch: a module whose examples influence each other is caught 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,10 @@ class FunctionCall:
         return [v for v in leaves if isinstance(v, Tensor)]
 
     def forward(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+        with _no_saved_tensor_hooks():
+            return self._forward(parameters)
+
+    def _forward(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
         self.rng = rng_state(self.device)
         plain = self.whole(parameters, self.leaves)
         drew = not same_rng(self.rng, rng_state(self.device))
@@ -82,7 +87,7 @@ class FunctionCall:
     def backward(self, parameters: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[list[Tensor], MaterialisedUse]:
         """Gradients of the differentiable inputs, and the per-example gradients of the parameters."""
         assert self.rng is not None
-        with rng_at(self.rng, self.device):
+        with _no_saved_tensor_hooks(), rng_at(self.rng, self.device):
             _, inputs, params = self._each(parameters, grads)
         return inputs, MaterialisedUse(params)
 
@@ -178,6 +183,24 @@ class FunctionCall:
                     f"{self.unit.label} gives other outputs for an example alone than in the batch: it mixes examples "
                     "(or takes an input whose first dimension is not the batch): per-example gradients are undefined."
                 )
+
+
+@contextmanager
+def _no_saved_tensor_hooks() -> Iterator[None]:
+    """Take off hooks on saved tensors, such as those of activation checkpointing, while examples are run by themselves.
+
+    What is saved in here never leaves; a checkpoint would count it, and torch.func refuses to run under such hooks.
+    """
+    autograd = cast(Any, torch._C._autograd)
+    taken = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class OutputPlan:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.units import Unit
+from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from gradveil.clipping.clipper import Call, Clipper, Pass
@@ -29,6 +30,13 @@ class OutputTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if g.dim() == 0 and ctx.current.batch > 1:
+            raise UnsupportedModelError(
+                "the model returned a scalar and the loss was computed from it: how the examples of the batch enter a "
+                "number that was made inside the model cannot be checked (a mean over the labels that are not ignored, "
+                "or a contrastive loss, would undo the bound on each example). Return outputs with the examples along "
+                "the first dimension, such as logits, and compute the loss from them outside the model."
+            )
         ctx.clipper.start_backward(ctx.current)
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
 

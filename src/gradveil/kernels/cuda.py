@@ -61,8 +61,8 @@ def usable(*tensors: Tensor) -> bool:
     return _triton is not None and all(t.is_cuda and t.dtype != torch.float64 and t.numel() > 0 for t in tensors)
 
 
-# Elements of per-example convolution gradients held at a time: 64 MiB.
-GRADIENT_ELEMENTS = 1 << 24
+# Elements of per-example convolution gradients held at a time: 32 MiB.
+GRADIENT_ELEMENTS = 1 << 23
 
 
 def _outputs(examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,7 @@ def noise_table(grads: Sequence[Tensor]) -> Tensor:
             length = min(_NOISE_BLOCK, grad.numel() - start)
             rows.append([grad.data_ptr() + 4 * start, place, length])
             place += length
-    return torch.tensor(rows, dtype=torch.int64).pin_memory()
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=grads[0].is_cuda)
 
 
 _NOISE_BLOCK = 1024
