@@ -29,7 +29,7 @@ def description(device: str, threads: int) -> dict[str, Any]:
 
 
 def _on_cuda() -> str:
-    return f"clipping on CUDA: {'Triton kernels' if cuda.available() else 'PyTorch'}"
+    return cuda.status()
 
 
 def version(package: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -24,9 +25,11 @@ from torch.nn import functional as F
 
 from gradveil import data, models
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
+from gradveil.captured import capture
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
+from gradveil.kernels import cuda as kernels
 from gradveil.kernels import native
 from gradveil.ledger import Contents
 from gradveil.randomness import SecretKey
@@ -168,6 +171,7 @@ class _Session:
 
     def __init__(self, config: RunConfig, seed: int | None) -> None:
         self.config, self.seed = config, seed
+        self.take_step: Callable[[Tensor, Tensor], Tensor] = self._eager_step
         self.device = _device(config.device)
         assert config.steps is not None and config.batch_size is not None
         self.engine_settings: dict[str, Any] = {
@@ -240,8 +244,17 @@ class _Session:
         )
         if checkpoint is not None:
             self._load(tensors, checkpoint.facts)
+        if self.device.type == "cuda" and captures():
+            self.take_step = capture(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
 
     # ---- the loop
+
+    def _eager_step(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
     def fit(self, progress: Callable[[Progress], None] | None) -> Result:
         config, engine = self.config, self.engine
@@ -259,12 +272,9 @@ class _Session:
             accuracy = self.accuracy()  # the run may have been killed between reaching its target and saying so
         try:
             for x, y in self._batches(accuracy):
-                self.optimizer.zero_grad()
-                loss = F.cross_entropy(self.model(x), y)
-                loss.backward()
-                self.optimizer.step()
+                loss = self.take_step(x, y)
                 if len(x):
-                    total_loss, losses = total_loss + loss.detach(), losses + 1
+                    total_loss, losses = total_loss + loss, losses + 1
                 if engine.step == step:
                     continue  # a physical part of a batch
                 step = engine.step
@@ -413,6 +423,15 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def captures() -> bool:
+    """Whether steps on a GPU are captured as CUDA graphs; GRADVEIL_CAPTURE=0 runs them eagerly."""
+    return os.environ.get("GRADVEIL_CAPTURE", "1") != "0"
+
+
+def _cuda_status() -> str:
+    return f"{kernels.status()}, {'captured' if captures() else 'eager'}"
+
+
 def _environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
     import dp_accounting
     import scipy
@@ -427,7 +446,7 @@ def _environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
         "dp_accounting": getattr(dp_accounting, "__version__", "unknown"),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "clipping": "PyTorch on CUDA" if cuda else native.status(),
+        "clipping": _cuda_status() if cuda else native.status(),
         "command": without_seed(command or sys.argv),
     }
 

@@ -14,7 +14,7 @@ from gradveil.kernels import cuda
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the interpreter
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),  # of the interpreter
     pytest.mark.skipif(
         not cuda.available() or not (INTERPRETED or torch.cuda.is_available()),
         reason="needs Triton and a GPU, or TRITON_INTERPRET=1",

@@ -151,10 +151,10 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(compact=True),
     )
-    if settings is None or (settings.device == "cpu" and settings.strategy != "non-private"):
-        from gradveil.kernels import native
+    if settings is None or settings.strategy != "non-private":
+        from gradveil.kernels import cuda, native
 
-        click.echo(native.status(), err=True)
+        click.echo(native.status() if settings is None or settings.device == "cpu" else cuda.status(), err=True)
     label = settings.strategy if settings is not None else "resumed"
     with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
         task = bar.add_task(label, total=None, figures="", steps="?")

@@ -56,6 +56,11 @@ def available() -> bool:
     return _triton is not None
 
 
+def status() -> str:
+    """One line: which clipping path is in use on a GPU."""
+    return f"clipping on CUDA: {'Triton kernels' if available() else 'PyTorch (Triton is not installed)'}"
+
+
 def usable(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors: on a GPU, not empty, of float32 or less."""
     return _triton is not None and all(t.is_cuda and t.dtype != torch.float64 and t.numel() > 0 for t in tensors)
