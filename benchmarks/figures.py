@@ -27,6 +27,9 @@ BLUE, SKY, ORANGE, YELLOW, GREEN, GREY = "#0072B2", "#56B4E9", "#D55E00", "#E69F
 DRAWN = {  # mode -> label, colour; top to bottom
     "gradveil per-layer": ("gradveil, per layer", BLUE),
     "gradveil flat": ("gradveil, flat", BLUE),
+    "gradveil per-layer, captured": ("gradveil, per layer, captured", SKY),
+    "gradveil flat, captured": ("gradveil, flat, captured", SKY),
+    "sgd, captured": ("plain SGD, captured", GREY),
     "gradveil per-layer, pure PyTorch": ("gradveil, per layer, no compiled kernels", SKY),
     "opacus hooks": ("Opacus, hooks", ORANGE),
     "opacus functorch": ("Opacus, functorch", ORANGE),

@@ -35,6 +35,7 @@ PEERS = {
     "jax sgd": "JAX, plain SGD",
     "jax-privacy": "JAX-Privacy",
 }
+CAPTURED = {"gradveil per-layer, captured": "per layer", "gradveil flat, captured": "flat"}
 LAST = {"sgd, channels_last": "plain SGD", "gradveil per-layer, channels_last": "per layer"}
 
 
@@ -112,6 +113,10 @@ def _ratio(row: dict[str, Any] | None, base: float) -> str:
     return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
+def _to_base(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"ratio": row["ratio_to_base"]}
+
+
 def _not_run(data: dict[str, Any], modes: dict[str, str]) -> str:
     """One line for each reason, in the peer's own words."""
     reasons: dict[str, list[str]] = {}
@@ -138,6 +143,30 @@ def channels_last(name: str) -> str:
             rows.append([_workload(key, workload), *cells])
     head = ["", "plain SGD, ms", "plain SGD in channels_last, ms", "private in channels_last, ms"]
     return _table([*head, "private / plain in channels_last", "private / plain"], rows) if rows else ABSENT
+
+
+def captured(name: str) -> str:
+    """Graph beside graph, and the captured private step beside an eager plain one and the best of Opacus."""
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    shown = _present(data, CAPTURED)
+    if not shown:
+        return ABSENT
+    rows = []
+    for key, workload in data["workloads"].items():
+        found = workload["rows"]
+        if "sgd, captured" not in found:
+            continue
+        base = found["sgd, captured"]["median_ms"]
+        cells = [_workload(key, workload), f"{base:.3f}"]
+        cells += [_ratio(_to_base(found[mode]) if mode in found else None, base) for mode in shown]
+        mine = found["gradveil per-layer, captured"]["median_ms"]
+        peers = [row["median_ms"] for mode, row in found.items() if mode.startswith("opacus")]
+        cells += [f"{found['sgd']['median_ms'] / mine:.1f}", f"{min(peers) / mine:.1f}" if peers else "-"]
+        rows.append(cells)
+    head = ["", "plain SGD captured, ms", *(f"{label}, captured / captured" for label in shown.values())]
+    return _table([*head, "times faster than eager plain SGD", "times faster than the best of Opacus"], rows)
 
 
 def memory(name: str) -> str:
@@ -191,6 +220,7 @@ for _device in ("cpu", "cuda"):
         f"peers_{_device}": lambda s=_s: speed(s, PEERS),
         f"channels_last_{_device}": lambda s=_s: channels_last(s),
         f"memory_{_device}": lambda s=_s: memory(s),
+        f"captured_{_device}": lambda s=_s: captured(s),
         f"figure_{_s}": lambda s=_s: figure(s, "One step in units of a plain SGD step, by workload and mode"),
         f"machine_{_g}": lambda g=_g: machine(g),
         _g: lambda g=_g: scaling(g),
