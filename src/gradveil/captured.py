@@ -37,7 +37,7 @@ from gradveil.clipping.clipper import Padding
 from gradveil.errors import ConfigError
 from gradveil.kernels import cuda
 from gradveil.randomness import add_drawn_noise
-from gradveil.release import NoiseScale, StepFacts, noise_scale, record
+from gradveil.release import StepFacts, noise_scale, record
 
 if TYPE_CHECKING:
     from gradveil.engine import PrivacyEngine
@@ -327,11 +327,13 @@ class _Finish(_Piece):
         self._digest: Tensor | None = None
         self._table: tuple[Tensor, Tensor] | None = None  # where a graph's gradients are: on the host, on the device
         self._changes = 0
-        self._sampler = ""
-        self._planned: NoiseScale | None = None
 
     def prepare(self) -> bool:
-        """Before the last part: check the step, and draw its noise. False where the batch must be looked at first."""
+        """Before the last part: check the step, write it down, draw its noise.
+
+        The graph updates the weights, so its release is in the ledger before it runs: a run that is broken off in
+        between has counted too much, never too little. False where the batch must be looked at first.
+        """
         engine, plan = self.engine, self.engine.plan
         self._note_settings()
         if not plan.strategy.is_private:
@@ -341,28 +343,27 @@ class _Finish(_Piece):
             return False
         if engine.has_been_released(engine.step):
             return False  # a step that is redone is compared before anything is updated
-        self._sampler = engine.check_step(self.gathered)
-        bounds, size = engine.rule.bounds(engine.step), float(engine.sampling.batch_size)
-        self._planned = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, {}, size))
-        self._set_scale(self._planned.stds[0])  # one schedule for all groups
+        sampler = engine.check_step(self.gathered)
+        bounds, rate, size = engine.rule.bounds(engine.step), engine.sampling.rate, float(engine.sampling.batch_size)
+        scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, {}, size))
+        release = record(engine.step, plan, scale, sampler=sampler, sample_rate=rate, batch_size=size)
+        engine.note_release(release, digest_follows=engine.is_seeded)
+        self._set_scale(scale.stds[0])  # one schedule for all groups
         self._generator.manual_seed(engine.noise().device_seed(self.device))
         torch.randn(len(self._draw), device=self.device, generator=self._generator, out=self._draw)
         return True
 
     def conclude(self, finished: bool) -> None:
-        """After the last part: record the step, and do what was not captured."""
+        """After the last part: make ready for the next step, and do what was not captured."""
         engine = self.engine
         if not finished:
             engine.release_gathered(self.gathered)
             engine.update()
             return
         if engine.plan.strategy.is_private:
-            assert self._planned is not None
-            rate, size = engine.sampling.rate, float(engine.sampling.batch_size)
-            release = record(
-                engine.step, engine.plan, self._planned, sampler=self._sampler, sample_rate=rate, batch_size=size
-            )
-            engine.take_step(release, self.gathered, digest=self._digest)
+            if self._digest is not None:
+                engine.give_digest(self._digest)
+            engine.take_step(self.gathered)
         else:
             engine.count_plain_step()
         if not self._updates():

@@ -436,7 +436,8 @@ class PrivacyEngine:
         )
         if self._run_key.seeded:
             release = replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
-        self.take_step(release, harvest)
+        self.note_release(release)
+        self.take_step(harvest)
 
     def noise(self) -> NoiseSource:
         """The noise of the current step."""
@@ -454,17 +455,26 @@ class PrivacyEngine:
         self._budget.check(ledger.header, ledger.releases, self.step, sampler)
         return sampler
 
-    def take_step(self, release: Release, harvest: Harvest, digest: Tensor | None = None) -> None:
-        """The step is noised: write it down, and make ready for the next.
+    def note_release(self, release: Release, *, digest_follows: bool = False) -> None:
+        """Write a release down, before anything is made of it.
 
-        A ``digest`` on the device is read when the ledger is next looked at: the GPU goes on meanwhile.
+        Where its digest is still to be computed on a GPU, it is written when the ledger is next looked at: by then
+        :meth:`give_digest` was called, or the step was broken off and is counted without one.
         """
-        assert self._clipper is not None
         ledger = self._open()
-        if digest is None:
-            ledger.append(release)
+        if digest_follows:
+            self._awaited = AwaitedRelease(release)
         else:
-            self._awaited = AwaitedRelease(release, digest)
+            ledger.append(release)
+
+    def give_digest(self, digest: Tensor) -> None:
+        """The digest of the release noted last; on a GPU, which goes on meanwhile."""
+        if self._awaited is not None:
+            self._awaited.give(digest)
+
+    def take_step(self, harvest: Harvest) -> None:
+        """The step's release is noted: make ready for the next."""
+        assert self._clipper is not None
         self._count_not_finite(harvest.lost)
         self.step += 1
         self._batch.clear()
@@ -556,6 +566,7 @@ class PrivacyEngine:
 
     def update(self) -> None:
         """The optimizer's step on gradients that are noised already."""
+        self._check_strangers(self.optimizer)
         self._noised_already = True
         try:
             self.optimizer.step()

@@ -167,18 +167,25 @@ class BudgetGuard:
 
 
 class AwaitedRelease:
-    """A release whose digest is still being computed on a GPU."""
+    """A release whose digest is still to be computed on a GPU."""
 
-    def __init__(self, release: Release, digest: Tensor) -> None:
+    def __init__(self, release: Release) -> None:
         self._release = release
-        self._digest = torch.empty(digest.shape, dtype=digest.dtype, pin_memory=True)
+        self._digest: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    def give(self, digest: Tensor) -> None:
+        self._digest = torch.empty(digest.shape, dtype=digest.dtype, pin_memory=digest.is_cuda)
         self._digest.copy_(digest, non_blocking=True)
-        self._ready = torch.cuda.Event()
-        self._ready.record()
+        if digest.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
 
     def read(self) -> Release:
-        self._ready.synchronize()
-        return replace(self._release, digest=_digest(self._digest))
+        """The release as it is written down; without a digest where the step was broken off."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._release if self._digest is None else replace(self._release, digest=_digest(self._digest))
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
