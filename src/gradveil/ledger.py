@@ -31,8 +31,11 @@ _WRITE_EVERY = 512  # lines held in memory at most
 _WRITE_AFTER = 1.0  # seconds
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def _body_text(body: dict[str, Any]) -> str:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(body)
 
 
 def _line_hash(number: int, kind: str, body: str, previous: str) -> str:

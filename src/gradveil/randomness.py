@@ -110,7 +110,7 @@ _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
 
 def _plain(grad: torch.Tensor) -> bool:
     """Whether the kernel takes it."""
-    return grad.device.type == "cpu" and grad.dtype in (torch.float32, torch.float64) and grad.is_contiguous()
+    return grad.is_cpu and (grad.dtype == torch.float32 or grad.dtype == torch.float64) and grad.is_contiguous()
 
 
 @lru_cache(maxsize=1)
@@ -235,8 +235,7 @@ class NoiseSource:
         self._tensors += len(grads)
         numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
         kernels.add_noise(self._cipher_key, numbered, divide_by=divide_by)
-        for grad in grads:
-            torch.autograd.graph.increment_version(grad)  # written to behind torch's back
+        torch.autograd.graph.increment_version(list(grads))  # written to behind torch's back
 
     def _cpu_normals(self, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Blocks of fixed size, each from its own stream, drawn by as many threads as torch uses."""

@@ -36,7 +36,7 @@ from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.support import check_module
-from gradveil.clipping.taps import Followed, FunctionTap, LayerTap, ModelHook, OutputTap
+from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
 from gradveil.clipping.units import Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
@@ -151,8 +151,8 @@ class Clipper:
         self._probe: dict[Unit, dict[int, set[int]]] | None = None
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
-        self._returned: dict[nn.Parameter, Tensor] = {}
-        self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
+        self._returned: dict[int, Tensor] = {}  # by id of the parameter: hashing a tensor takes a Python call
+        self._stamps: dict[int, tuple[int, int]] = {}  # where a gradient is, and how often it was written to
         self._quiet = False
         self._watch = OutputWatch()
         self._attach()
@@ -198,8 +198,10 @@ class Clipper:
         self._handles, self._overridden = [], []
 
     def _only_ours(self, name: str, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
+        place = id(parameter)
+
         def check(grad: Tensor | None) -> None:
-            mine = self._returned.pop(parameter, None)
+            mine = self._returned.pop(place, None)
             if grad is None:  # kept for the end of the pass
                 return
             if mine is None or mine.data_ptr() != grad.data_ptr():
@@ -217,7 +219,8 @@ class Clipper:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._quiet or not torch.is_grad_enabled():
             return None
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
+        leaves = args if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else tree_leaves((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
         if not tensors:
             raise UnsupportedModelError(
                 "the model was called without a tensor that has a batch dimension, so its examples cannot be told "
@@ -250,11 +253,14 @@ class Clipper:
             )
         # d(mean)/d(row) is 1/B of the gradient of that example's own loss.
         scale = float(current.batch) if self.loss_reduction == "mean" else 1.0
-        output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
+        if isinstance(output, Tensor):
+            output = self._tapped_output(output, current, scale)
+        else:
+            output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
         return self._watch.wrap(output, current.batch)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
-        return OutputTap.apply(t, self, current, scale) if isinstance(t, Tensor) and t.requires_grad else t
+        return tap_output(t, self, current, scale) if isinstance(t, Tensor) and t.requires_grad else t
 
     def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
         """On the first batch: are examples apart, and which inputs of which units follow the batch?
@@ -293,8 +299,9 @@ class Clipper:
                 outputs = FunctionTap.apply(self, call, run, *unit.parameters, *inputs)
             return plan.assemble(outputs)
         x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.batch)
-        module: Any = unit.module
-        return LayerTap.apply(self, call, unit.rule, unit.rule.prepare(x), module.weight, getattr(module, "bias", None))
+        own = unit.module._parameters
+        weight, bias = own["weight"], own.get("bias")
+        return tap_layer(self, call, unit.rule, unit.rule.prepare(x), weight, bias)
 
     def _note_sizes(self, unit: Unit, args: Any, kwargs: Any) -> None:
         assert self._probe is not None
@@ -339,7 +346,8 @@ class Clipper:
             if sums is None:
                 sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
             sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
-            self._returned.update(zip(unit.parameters, sums, strict=True))
+            for parameter, total in zip(unit.parameters, sums, strict=True):
+                self._returned[id(parameter)] = total
             return list(sums)
         current.kept.append((unit, use))
         return [None] * len(unit.parameters)
@@ -372,8 +380,9 @@ class Clipper:
                         parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
         for unit in self.units:
             for parameter in unit.parameters:
-                if parameter.grad is not None:
-                    self._stamps[parameter] = _stamp(parameter.grad)
+                grad = parameter.grad
+                if grad is not None:
+                    self._stamps[id(parameter)] = (grad.data_ptr(), grad._version)
         if current.lost is not None and not current.empty:
             self.harvest.lost.append(current.lost)
 
@@ -386,7 +395,8 @@ class Clipper:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
         for unit in self.units:
             for name, parameter in zip(unit.names, unit.parameters, strict=True):
-                if parameter.grad is not None and self._stamps.get(parameter) != _stamp(parameter.grad):
+                grad = parameter.grad
+                if grad is not None and self._stamps.get(id(parameter)) != (grad.data_ptr(), grad._version):
                     raise PrivacyViolation(
                         f"the gradient of {name!r} was changed between backward() and step(), or set by hand: the sum "
                         "of clipped gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and "
@@ -505,8 +515,3 @@ class DeviceBounds:
 
 def _inside(dtype: torch.dtype) -> float:
     return 1.0 - 16.0 * torch.finfo(dtype).eps
-
-
-def _stamp(grad: Tensor) -> tuple[int, int]:
-    """Changes whenever the tensor is replaced or written to."""
-    return grad.data_ptr(), grad._version

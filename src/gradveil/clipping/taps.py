@@ -54,13 +54,35 @@ class LayerTap(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *kept = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
-        sums = ctx.clipper.collect(ctx.call, use)
-        return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
+        # With create_graph, what is computed here must not be differentiated again; that is refused, at some cost.
+        return _differentiated_once(ctx, g) if torch.is_grad_enabled() else _layer_backward(ctx, g)
+
+
+def _layer_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, *kept = ctx.saved_tensors
+    needs = ctx.needs_input_grad[3:]
+    to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
+    sums = ctx.clipper.collect(ctx.call, use)
+    return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
+
+
+_differentiated_once: Callable[..., Any] = once_differentiable(_layer_backward)
+# The way past checks that matter only under torch.func's transforms: small layers feel every call.
+_apply_layer: Callable[..., Tensor] = super(torch.autograd.Function, LayerTap).apply
+_apply_output: Callable[..., Tensor] = super(torch.autograd.Function, OutputTap).apply
+
+
+def tap_layer(*args: Any) -> Tensor:
+    """LayerTap.apply."""
+    apply: Callable[..., Tensor] = LayerTap.apply if torch._C._are_functorch_transforms_active() else _apply_layer
+    return apply(*args)
+
+
+def tap_output(*args: Any) -> Tensor:
+    """OutputTap.apply."""
+    apply: Callable[..., Tensor] = OutputTap.apply if torch._C._are_functorch_transforms_active() else _apply_output
+    return apply(*args)
 
 
 class FunctionTap(torch.autograd.Function):
@@ -90,12 +112,13 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+_is_compiling = torch.compiler.is_compiling
+_watching = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+
+
 def _compiler_at_work() -> bool:
     """Whether a compiled model is running or being traced: only then is it worth what keeping it out costs."""
-    if torch.compiler.is_compiling():
-        return True
-    watching = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return watching is None or watching() is not None
+    return _is_compiling() or _watching is None or _watching() is not None
 
 
 class Followed:
