@@ -102,6 +102,34 @@ def paper_mlp(features: int, classes: int, *, generator: torch.Generator | None 
     return nn.Sequential(layers)
 
 
+def cpl_net(input_shape: Sequence[int], classes: int, *, generator: torch.Generator | None = None) -> nn.Sequential:
+    """The network that gradient-leakage attacks are usually shown on (that of the released CPL code).
+
+    Four 5x5 convolutions of 12 channels with strides 2, 2, 1, 1, a sigmoid after each, then a linear layer; all weights
+    and biases uniform in (-1/2, 1/2). Smooth and wide enough for second-order attacks; not meant to be trained.
+
+    >>> [tuple(p.shape) for n, p in cpl_net((1, 28, 28), 10).named_parameters() if n.startswith("linear")]
+    [(10, 588), (10,)]
+    """
+    shape = tuple(input_shape)
+    if len(shape) != 3 or any(_not_whole(n, 1) for n in shape):
+        raise ConfigError(f"cpl-net: input shape {shape!r}. It takes images as (channels, height, width).")
+    _check_classes("cpl-net", classes)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    channels, height, width = shape
+    for i, stride in enumerate((2, 2, 1, 1), start=1):
+        layers[f"conv{i}"] = nn.Conv2d(channels, 12, 5, stride=stride, padding=2)
+        layers[f"sigmoid{i}"] = nn.Sigmoid()
+        channels, height, width = 12, -(-height // stride), -(-width // stride)
+    layers["flatten"] = nn.Flatten()
+    layers["linear"] = nn.Linear(12 * height * width, classes)
+    model = nn.Sequential(layers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=generator)
+    return model
+
+
 def build(
     name: str,
     description: Described,

@@ -1,0 +1,49 @@
+"""What every attack is: from an observation, a number of iterations and a seed to reconstructions and their history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.observation import Observation
+
+FRAMES = (0, 1, 5, 10, 20, 50, 100, 300)  # iterations at which a reconstruction is kept, to be shown
+
+
+@dataclass(kw_only=True)
+class Reconstruction:
+    """What an attack made of every victim, by its own judgement: it has not seen the truth.
+
+    ``losses`` and ``frames`` are of the attempt that was chosen among several, by the attack's own loss.
+    """
+
+    x: Tensor  # (V, B, *shape), not clamped
+    labels: Tensor  # (V, B)
+    loss: Tensor  # (V,): the attack's own, at the end
+    losses: list[Tensor]  # (V,) after each iteration
+    frames: dict[int, Tensor]  # by iteration: (V, B, *shape)
+    failed: Tensor  # (V,): ended in numbers that are not finite
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Attack:
+    """One way to reconstruct inputs from gradients. Settings are its attributes; ``run`` keeps no state."""
+
+    name: str
+
+    def run(self, observation: Observation, *, iterations: int, seed: int) -> Reconstruction:
+        raise NotImplementedError
+
+
+def squared_differences(
+    found: Mapping[str, Tensor], seen: Mapping[str, Tensor], weights: Mapping[str, float] | None = None
+) -> Tensor:
+    """Sum over parameters of squared differences (V,), each weighted."""
+    parts = []
+    for name, gradient in seen.items():
+        part = (found[name] - gradient).square().flatten(1).sum(1)
+        parts.append(part if weights is None else weights[name] * part)
+    return torch.stack(parts).sum(0)

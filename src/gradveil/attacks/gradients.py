@@ -1,0 +1,77 @@
+"""The gradients of inputs at given weights, as a defence would release them, differentiable in the inputs.
+
+Many victims at once: every victim has a copy of the weights along a first dimension, the model runs under vmap over
+that dimension, and one backward pass gives all victims' gradients. Attacks differentiate through that pass.
+
+Legend: V victims, B examples of one victim, P the shape of a parameter, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from gradveil.attacks.observation import Observation, Release, Sight
+
+Gradients = dict[str, Tensor]
+
+
+class VictimGradients:
+    """Gradients of cross entropy; labels are classes (V, B) or probabilities (V, B, K)."""
+
+    def __init__(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        self.module = module
+        trains = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.weights = {n: w.detach() for n, w in weights.items() if n in trains}
+        self.fixed = {n: w.detach() for n, w in weights.items() if n not in trains}
+
+    def of_batch(self, x: Tensor, y: Tensor) -> Gradients:
+        """Of the mean loss of every victim's B examples: (V, *P)."""
+        copies = {n: w.expand(len(x), *w.shape).requires_grad_() for n, w in self.weights.items()}
+
+        def loss(weights: Gradients, inputs: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(self.module, {**weights, **self.fixed}, (inputs,)), labels)
+
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad():
+            losses = vmap(loss, randomness="different")(copies, x, y)
+            found = torch.autograd.grad(losses.sum(), list(copies.values()), create_graph=differentiable)
+        return dict(zip(copies, found, strict=True))
+
+    def per_example(self, x: Tensor, y: Tensor) -> Gradients:
+        """Of every example's own loss: (V, B, *P)."""
+        victims, batch = x.shape[:2]
+        alone = self.of_batch(x.flatten(0, 1).unsqueeze(1), y.flatten(0, 1).unsqueeze(1))
+        return {n: g.unflatten(0, (victims, batch)) for n, g in alone.items()}
+
+    def released(self, x: Tensor, y: Tensor, release: Release) -> Gradients:
+        """What the defence would release, without its noise: each example clipped as it does, summed, divided."""
+        if release.clip is None:
+            return self.of_batch(x, y)
+        clipped = clip_groups(self.per_example(x, y), release)
+        return {n: g.sum(1) / release.normaliser for n, g in clipped.items()}
+
+
+def clip_groups(gradients: Gradients, release: Release) -> Gradients:
+    """Gradients (V, B, *P), each example's scaled down to its group's bound."""
+    assert release.clip is not None
+    found: Gradients = {}
+    for group, bound in zip(release.groups, release.clip, strict=True):
+        flat = [gradients[n].flatten(2) for n in group.parameters]
+        square = torch.stack([f.square().sum(2) for f in flat]).sum(0)
+        # The derivative of a root at 0 is infinite; a gradient of exactly 0 is not scaled.
+        norm = torch.where(square > 0, square, torch.ones_like(square)).sqrt()
+        weight = torch.clamp(bound / norm, max=1.0)
+        for name in group.parameters:
+            grad = gradients[name]
+            found[name] = grad * weight.view(*weight.shape, *[1] * (grad.dim() - 2))
+    return found
+
+
+def model_at(observation: Observation, sight: Sight) -> VictimGradients:
+    """The observed model at the state of one sight."""
+    return VictimGradients(observation.module, sight.weights)

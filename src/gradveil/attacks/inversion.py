@@ -1,0 +1,164 @@
+"""Attacks that descend by Adam on inputs kept in [0, 1]: the clip-aware one, and the one by angle.
+
+    map         ours: clips its own dummy gradient as the defence does, weighs each layer by its known noise, adds a
+                total-variation prior; all observed steps jointly. The most probable input given what was seen.
+    inverting   cosine similarity and total variation, signed steps (Geiping et al. 2020)
+
+Both try several starts and keep, for every victim, the one with the smallest loss of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_differences
+from gradveil.attacks.gradients import model_at
+from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.observation import Observation, Sight
+from gradveil.attacks.seeds import make_seed
+
+Objective = Callable[[Tensor], Tensor]  # from x (V, B, *shape) to losses (V,)
+
+
+def total_variation(x: Tensor) -> Tensor:
+    """Sum over examples of the absolute differences between neighbouring pixels: (V,). Tables have none."""
+    if x.dim() != 5:
+        return torch.zeros(len(x), dtype=x.dtype, device=x.device)
+    down, right = x.diff(dim=-2).abs(), x.diff(dim=-1).abs()
+    return down.flatten(1).sum(1) + right.flatten(1).sum(1)
+
+
+class _Descent(Attack):
+    """Several starts, each a descent on the logit of x; the best by the attack's own loss is kept for each victim."""
+
+    start = "random"
+
+    def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float) -> None:
+        self.restarts, self.lr, self.variation = restarts, lr, variation
+
+    def objective(self, observation: Observation, labels: Tensor) -> Objective:
+        raise NotImplementedError
+
+    def scaled(self, gradient: Tensor) -> Tensor:
+        """What is made of a gradient before it is used."""
+        return gradient
+
+    def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
+        generator = torch.Generator().manual_seed(seed)
+        labels = infer_labels(observation)
+        objective = self.objective(observation, labels)
+        best: Reconstruction | None = None
+        for _ in range(self.restarts):
+            start = make_seed(
+                self.start,
+                observation.input_shape,
+                victims=observation.victims,
+                batch=observation.batch,
+                generator=generator,
+                device=observation.device,
+            )
+            attempt = self._attempt(start, labels, objective, iterations)
+            best = attempt if best is None else _better(best, attempt)
+        assert best is not None
+        return best
+
+    def _attempt(self, start: Tensor, labels: Tensor, objective: Objective, iterations: int) -> Reconstruction:
+        z = torch.logit(start.clamp(0.05, 0.95)).requires_grad_()
+        optimizer = torch.optim.Adam([z], lr=self.lr)
+        frames, losses = {0: start.clone()}, []
+        kept, least = start.clone(), torch.full((len(start),), float("inf"), device=start.device)
+        for iteration in range(1, iterations + 1):
+            for group in optimizer.param_groups:  # down to a hundredth along half a cosine
+                group["lr"] = self.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (iteration - 1) / iterations)))
+            x = torch.sigmoid(z)
+            loss = objective(x)
+            (gradient,) = torch.autograd.grad(loss.sum(), z)
+            better = loss.detach() < least
+            least = torch.where(better, loss.detach(), least)
+            kept = torch.where(better.view(-1, *[1] * (x.dim() - 1)), x.detach(), kept)
+            losses.append(least.clone())
+            z.grad = self.scaled(torch.nan_to_num(gradient, 0.0, 0.0, 0.0))  # a victim that diverges stands still
+            optimizer.step()
+            if iteration in FRAMES:
+                frames[iteration] = kept.clone()
+        failed = ~torch.isfinite(least)
+        return Reconstruction(x=kept, labels=labels, loss=least, losses=losses, frames=frames, failed=failed)
+
+
+def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
+    """For every victim, whichever of two attempts has the smaller loss of its own."""
+    second = b.loss < a.loss
+
+    def pick(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(second.view(-1, *[1] * (one.dim() - 1)), other, one)
+
+    return Reconstruction(
+        x=pick(a.x, b.x),
+        labels=pick(a.labels, b.labels),
+        loss=pick(a.loss, b.loss),
+        losses=[pick(p, q) for p, q in zip(a.losses, b.losses, strict=True)],
+        frames={i: pick(a.frames[i], b.frames[i]) for i in a.frames},
+        failed=pick(a.failed, b.failed),
+    )
+
+
+class MAP(_Descent):
+    """``variation``: the prior's weight, in nats per unit of total variation."""
+
+    name = "map"
+
+    def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float = 1.0) -> None:
+        super().__init__(restarts=restarts, lr=lr, variation=variation)
+
+    def objective(self, observation: Observation, labels: Tensor) -> Objective:
+        known = [(model_at(observation, sight), sight, precisions(sight)) for sight in observation.sights]
+
+        def loss(x: Tensor) -> Tensor:
+            total = self.variation * total_variation(x)
+            for model, sight, precisions in known:
+                found = model.released(x, labels, sight.release)
+                total = total + 0.5 * squared_differences(found, sight.gradients, precisions)
+            return total
+
+        return loss
+
+
+def precisions(sight: Sight) -> dict[str, float]:
+    """1 / std^2 of the noise on each parameter's gradient; without noise, that of a thousandth of its own size."""
+    names = list(sight.gradients)
+    sizes = {n: math.sqrt(float(sight.gradients[n].square().mean())) for n in names}
+    floor = {n: max(1e-3 * size, 1e-12) for n, size in sizes.items()}
+    if sight.release.noise_std is None:
+        return {n: 1.0 / floor[n] ** 2 for n in names}
+    stds = sight.release.of_parameter(sight.release.noise_std)
+    return {n: 1.0 / max(stds[n], floor[n]) ** 2 for n in names}
+
+
+class Inverting(_Descent):
+    """Knows nothing of clipping or noise; a gradient's length does not matter to it."""
+
+    name = "inverting"
+
+    def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float = 1e-4) -> None:
+        super().__init__(restarts=restarts, lr=lr, variation=variation)
+
+    def objective(self, observation: Observation, labels: Tensor) -> Objective:
+        sight = observation.sights[0]
+        model = model_at(observation, sight)
+        names = list(sight.gradients)
+        seen = torch.cat([sight.gradients[n].flatten(1) for n in names], 1)
+
+        def loss(x: Tensor) -> Tensor:
+            gradients = model.of_batch(x, labels)
+            found = torch.cat([gradients[n].flatten(1) for n in names], 1)
+            similar = torch.nn.functional.cosine_similarity(found, seen, dim=1)
+            return 1.0 - similar + self.variation * total_variation(x)
+
+        return loss
+
+    def scaled(self, gradient: Tensor) -> Tensor:
+        return gradient.sign()

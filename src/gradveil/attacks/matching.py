@@ -1,0 +1,126 @@
+"""Attacks that match the gradient in the l2 norm by L-BFGS. They take it as it is: they know of no clipping or noise.
+
+    cpl    the paper's: from a patterned seed, the label read from the last layer first
+    idlg   the same from a random start (Zhao et al. 2020)
+    dlg    input and label found jointly, from random starts (Zhu et al. 2019)
+
+One iteration is one outer step of L-BFGS, of 20 evaluations at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_differences
+from gradveil.attacks.gradients import model_at
+from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.lbfgs import BatchedLBFGS
+from gradveil.attacks.observation import Observation
+from gradveil.attacks.seeds import make_seed
+
+_STALLED = 10  # iterations without a change, after which a victim is left as it is
+_DONE = 1e-12  # a loss that is zero to float32
+
+Unpack = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From numbers (v, D) and which victims they are of to inputs (v, B, *shape) and labels."""
+
+
+class _Matching(Attack):
+    start = "random"
+
+    def __init__(self, *, start: str | None = None, image: Tensor | None = None, inner: int = 20) -> None:
+        self.start, self.image, self.inner = start or type(self).start, image, inner
+
+    def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
+        generator = torch.Generator().manual_seed(seed)
+        x = make_seed(
+            self.start,
+            observation.input_shape,
+            victims=observation.victims,
+            batch=observation.batch,
+            generator=generator,
+            device=observation.device,
+            image=self.image,
+        )
+        numbers, unpack = self._unknowns(observation, x, generator)
+        return self._descend(observation, numbers, unpack, x.shape, iterations)
+
+    def _unknowns(self, observation: Observation, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Unpack]:
+        """What is searched for, as one row of numbers per victim; here the input, its labels being known."""
+        labels = infer_labels(observation)
+
+        def unpack(numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            return numbers.view(-1, *x.shape[1:]), labels[rows]
+
+        return x.flatten(1), unpack
+
+    def _descend(
+        self, observation: Observation, numbers: Tensor, unpack: Unpack, shape: torch.Size, iterations: int
+    ) -> Reconstruction:
+        sight, device, victims = observation.sights[0], observation.device, observation.victims
+        model = model_at(observation, sight)
+        rows = torch.arange(victims, device=device)  # which victims are still worked on
+
+        def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                flat = flat.detach().requires_grad_()
+                seen = {name: g[rows] for name, g in sight.gradients.items()}
+                loss = squared_differences(model.of_batch(*unpack(flat, rows)), seen)
+                (gradient,) = torch.autograd.grad(loss.sum(), flat)
+            return loss.detach(), gradient
+
+        everyone = torch.arange(victims, device=device)
+        optimizer = BatchedLBFGS(numbers.clone(), evaluate, inner=self.inner)
+        final, last = numbers.clone(), torch.full((victims,), float("inf"), device=device)
+        frames, losses = {0: unpack(final, everyone)[0].clone()}, []
+        unchanged = torch.zeros(victims, dtype=torch.int64, device=device)
+        for iteration in range(1, iterations + 1):
+            before = optimizer.x.clone()
+            loss = optimizer.step()
+            final[rows] = optimizer.x
+            still = (optimizer.x == before).all(1) | ~torch.isfinite(loss)
+            unchanged[rows] = torch.where(still, unchanged[rows] + 1, 0)
+            last[rows] = torch.where(torch.isfinite(loss), loss, last[rows])
+            losses.append(last.clone())
+            if iteration in FRAMES:
+                frames[iteration] = unpack(final, everyone)[0].clone()
+            going = (unchanged[rows] < _STALLED) & ~(loss <= _DONE)
+            if not bool(going.all()):
+                optimizer.keep(going)
+                rows = rows[going]
+            if not len(rows):
+                break
+        x, labels = unpack(final, everyone)
+        failed = ~torch.isfinite(final).all(1) | ~torch.isfinite(last)
+        classes = labels if labels.dim() == 2 else labels.argmax(2)
+        return Reconstruction(x=x.view(shape), labels=classes, loss=last, losses=losses, frames=frames, failed=failed)
+
+
+class CPL(_Matching):
+    """``start``: see seeds.py; the paper's is "half"."""
+
+    name = "cpl"
+    start = "half"
+
+
+class IDLG(_Matching):
+    name = "idlg"
+
+
+class DLG(_Matching):
+    """Labels are searched for as probabilities, the softmax of free numbers."""
+
+    name = "dlg"
+
+    def _unknowns(self, observation: Observation, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Unpack]:
+        size = x[0].numel()
+        logits = torch.randn(*x.shape[:2], observation.classes, generator=generator).to(x)
+
+        def unpack(numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            free = numbers[:, size:].reshape(-1, *logits.shape[1:])
+            return numbers[:, :size].reshape(-1, *x.shape[1:]), torch.softmax(free, 2)
+
+        return torch.cat([x.flatten(1), logits.flatten(1)], 1), unpack

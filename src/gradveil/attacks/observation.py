@@ -1,0 +1,108 @@
+"""What an adversary sees of a training step, and nothing more.
+
+An :class:`Observation` holds the gradient, the weights it was taken at, and what is public about how it was released.
+The examples themselves are in a :class:`Secret`, which attacks are never given: it is for scoring only.
+
+Legend: V victims (independent gradients that are attacked side by side), B examples behind one gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.clipping.groups import Group
+from gradveil.errors import ConfigError, UnknownNameError
+
+VIEWS = ("per-example", "per-example-noised", "batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What is public about a released gradient. Lists run over ``groups``; None: not clipped, not noised."""
+
+    groups: tuple[Group, ...]
+    clip: tuple[float, ...] | None = None  # every example's gradient was scaled down to this norm
+    noise_std: tuple[float, ...] | None = None  # of the noise on the gradient that is seen, after its division
+    normaliser: float = 1.0  # what the sum over examples was divided by
+    strategy: str = "non-private"
+    sensitivity_rule: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clip", "noise_std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.groups):
+                raise ConfigError(f"{name} has {len(values)} values for {len(self.groups)} groups.")
+
+    def of_parameter(self, values: Sequence[float]) -> dict[str, float]:
+        """A value per group as a value per parameter."""
+        return {name: v for group, v in zip(self.groups, values, strict=True) for name in group.parameters}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """One step: gradients (V, *shape) per parameter, at one state of the model."""
+
+    step: int
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    release: Release
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """All that an attack is given. Inputs are known to lie in [0, 1]."""
+
+    module: nn.Module  # its architecture; weights are those of each sight
+    sights: tuple[Sight, ...]
+    input_shape: tuple[int, ...]
+    classes: int
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.sights:
+            raise ConfigError("an observation without a single step: there is nothing to attack.")
+        names = {name: p.shape for name, p in self.module.named_parameters() if p.requires_grad}
+        for sight in self.sights:
+            _check_fit(names, sight, self.victims)
+
+    @property
+    def victims(self) -> int:
+        return len(next(iter(self.sights[0].gradients.values())))
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.sights[0].gradients.values())).device
+
+
+def _check_fit(shapes: Mapping[str, torch.Size], sight: Sight, victims: int) -> None:
+    for name, shape in shapes.items():
+        gradient = sight.gradients.get(name)
+        if gradient is None:
+            raise UnknownNameError("parameter of the model without a gradient:", name, sight.gradients)
+        if gradient.shape[1:] != shape or len(gradient) != victims:
+            raise ConfigError(
+                f"the gradient of {name!r} has shape {tuple(gradient.shape)}; for this model and {victims} victim(s) "
+                f"it is {(victims, *shape)}: model and gradients do not belong together."
+            )
+        if not bool(torch.isfinite(gradient).all()):
+            raise ConfigError(
+                f"the gradient of {name!r} has values that are not finite: nothing can be matched to them. Leave out "
+                "the victims whose gradients are not finite."
+            )
+        if name not in sight.weights or sight.weights[name].shape != shape:
+            raise ConfigError(f"the observed weights of {name!r} are missing or of another shape than the model's.")
+    strange = [name for name in sight.gradients if name not in shapes]
+    if strange:
+        raise UnknownNameError("gradient", strange[0], shapes)
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The examples behind an observation: inputs (V, B, *shape) and labels (V, B). Never given to an attack."""
+
+    x: Tensor
+    y: Tensor
