@@ -157,7 +157,7 @@ def _whitened_noise(
 ) -> None:
     """Noise in whitened coordinates: scaled back like the sums, and the centre put back on."""
     assert rule.whitening is not None
-    draw = noise.normal_like(grad) * rule.whitening[name][1]
-    total = (wide(grad) + std * wide(draw)) / batch_size
+    draw = noise.wide_normal_like(grad) * rule.whitening[name][1]
+    total = (wide(grad) + std * draw) / batch_size
     shift = rule.shift(name)
     grad.copy_(total if shift is None else total + shift)

@@ -458,6 +458,8 @@ class Clipper:
                 return None
             self.harvest.note(group, found.norms, found.weights, bounds.exact_of[group])
             return found.sums
+        if current.present is not None:
+            return None  # the CPU's kernels know of no padding
         native = use.native_clipped_sums(self._inside(group, torch.float32))
         if native is None:
             return None

@@ -383,7 +383,7 @@ def _load() -> tuple[Kernels | None, str]:
         try:
             kernels = Kernels(_built(compiler, threads))
         except (OSError, subprocess.SubprocessError, AttributeError) as error:
-            reason = str(getattr(error, "stderr", None) or error).strip()
+            reason = str(getattr(error, "stderr", None) or error).strip().replace(str(Path.home()), "~")
         else:
             return kernels, f"native C++, {kernels.vector_bits}-bit vectors, {threads}"
     return None, f"PyTorch (the C++ kernel could not be built: {(reason.splitlines() or ['no reason given'])[0][:120]})"
