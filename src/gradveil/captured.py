@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Tensor]
 
+_ON = "cuda"
 _WARM_UPS = 3  # eager rounds before a capture: libraries choose their algorithms, kernels are compiled
 _RECAPTURES = 3  # of the update, when the optimizer's settings change; then it stays eager
 
@@ -68,7 +69,7 @@ class CapturedStep:
             raise ConfigError("the engine has no run yet: call make_private before gradveil.capture.")
         self.engine, self.loss = engine, _per_example(loss)
         self.device = next(iter(engine.parameters.values())).device
-        if self.device.type != "cuda":
+        if self.device.type != _ON:
             raise ConfigError(
                 f"the model is on {self.device}: a captured step is a CUDA graph. Move the model to a GPU before "
                 "make_private, or train eagerly (backward() and optimizer.step())."
@@ -175,7 +176,7 @@ class _Gathered(Harvest):
 
     def sum_up(self, losses: Tensor, padding: Padding) -> Tensor:
         """The sum of one part's losses; its lost examples are counted."""
-        if cuda.available():
+        if cuda.usable(losses):
             return cuda.sum_up(losses.contiguous(), padding.present, padding.lost, self._lost)
         self._lost.add_(padding.lost.sum())
         padding.lost.zero_()
@@ -371,7 +372,7 @@ class _Finish(_Piece):
 
     def _set_scale(self, value: float) -> None:
         if value != self._set:
-            self._scale.copy_(torch.tensor(value, pin_memory=True), non_blocking=True)
+            self._scale.copy_(torch.tensor(value, pin_memory=self._scale.is_cuda), non_blocking=True)
             self._set = value
 
     def work(self) -> None:
@@ -388,7 +389,7 @@ class _Finish(_Piece):
             engine.update()
 
     def _add_noise(self, grads: list[Tensor], size: float) -> None:
-        if not cuda.available() or not all(g.dtype == torch.float32 and g.is_contiguous() for g in grads):
+        if not cuda.usable(*grads) or not all(g.dtype == torch.float32 and g.is_contiguous() for g in grads):
             add_drawn_noise(grads, self._draw, self._scale, divide_by=size)
             return
         host = cuda.noise_table(grads)
