@@ -6,7 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil import data, models
+from gradveil.accounting.rero import one_step_bound
 from gradveil.attacks.analytic import Analytic, leaking_layer
+from gradveil.attacks.attack import Reconstruction
 from gradveil.attacks.gradients import VictimGradients, clip_groups
 from gradveil.attacks.inversion import MAP
 from gradveil.attacks.labels import infer_labels
@@ -15,6 +17,7 @@ from gradveil.attacks.metrics import matched, mse, psnr, rank_in, ssim
 from gradveil.attacks.observation import Observation, Release, Sight
 from gradveil.attacks.observe import observe
 from gradveil.attacks.prior import Prior
+from gradveil.attacks.score import controls, score
 from gradveil.attacks.seeds import SEEDS, make_seed
 from gradveil.clipping import make_groups
 from gradveil.errors import ConfigError, UnknownNameError, UnsupportedModelError
@@ -187,3 +190,66 @@ def test_the_attacker_with_a_list(digits):
     drowned, _ = see(digits, 20, plan=plan(clip=1.0, sigma=1000.0), view="per-example-noised")
     hits = int((candidates.run(drowned).x == secret.x).flatten(1).all(1).sum())
     assert hits <= 5
+
+
+def test_scores_are_held_against_guessing(digits):
+    seen, secret = see(digits, 8)
+    mean_image = digits.x_train[100:].mean(0)
+    stolen = score(
+        CPL().run(seen, iterations=40, seed=0),
+        secret,
+        mean_image=mean_image,
+        candidates=digits.x_train[:200],
+        candidate_index=torch.arange(8).unsqueeze(1),
+    )
+    summary = stolen.summary()
+    assert summary["success_rate"] >= 0.7 and summary["labels_right"] == 1.0
+    assert summary["retrieved_first"] >= 0.7 and summary["ssim_median"] > 0.99
+    low, high = summary["psnr_median_interval"]
+    assert low <= summary["psnr_median"] <= high
+    start = make_seed("half", (1, 8, 8), victims=8, generator=torch.Generator().manual_seed(0))
+    for x in controls(
+        secret, mean_image=mean_image, others=digits.x_train[100:], seed=start, generator=torch.Generator()
+    ).values():
+        guess = Reconstruction(
+            x=x, labels=secret.y, loss=torch.zeros(8), losses=[], frames={}, failed=torch.zeros(8, dtype=torch.bool)
+        )
+        judged = score(guess, secret, mean_image=mean_image).summary()
+        assert judged["success_rate"] == 0.0
+        assert judged["paper"]["asr_mse_per_pixel"] == 1.0  # the paper's threshold lets every guess pass
+
+
+def test_a_batch_is_scored_whatever_its_order(digits):
+    _, secret = see(digits, 2, batch=4, view="batch")
+    mixed = secret.x[:, [2, 0, 3, 1]]
+    found = Reconstruction(
+        x=mixed,
+        labels=secret.y[:, [2, 0, 3, 1]],
+        loss=torch.zeros(2),
+        losses=[],
+        frames={},
+        failed=torch.zeros(2, dtype=torch.bool),
+    )
+    judged = score(found, secret, mean_image=digits.x_train.mean(0))
+    assert float(judged.psnr.min()) > 100 and bool(judged.label_right.all())
+
+
+def test_success_stays_below_the_bound(digits):
+    """The attacker with a list, one step, the example known to take part: at most Phi(Phi^-1(1/n) + 1/z)."""
+    n, repeats, module = 10, 40, net(digits)
+    candidates = Prior(digits.x_train[:n], digits.y_train[:n])
+    clip, sigma = 0.1, 2.0
+    hits = 0
+    for r in range(repeats):
+        seen, secret = observe(
+            module,
+            *victims(digits, n),
+            classes=10,
+            generator=torch.Generator().manual_seed(r),
+            plan=plan(clip=clip, sigma=sigma),
+            view="per-example-noised",
+        )
+        hits += int((candidates.run(seen).x == secret.x).flatten(1).all(1).sum())
+    groups = 5  # clipped at C each: jointly sigma / sqrt(groups)
+    bound = one_step_bound(sigma / groups**0.5, 1 / n)
+    assert hits / (n * repeats) <= bound + 3 * (bound * (1 - bound) / (n * repeats)) ** 0.5
