@@ -12,4 +12,6 @@ lbfgs.py         L-BFGS on many independent problems at once
 labels.py        labels from the last layer's gradient
 seeds.py         where a reconstruction starts
 metrics.py       how near it came
+score.py         judged against the truth, against guessing, and in summary
+trial.py         one attack tried on a data set under one strategy, with controls and the bound
 """

@@ -17,6 +17,7 @@ from gradveil.version import __version__
 _COMMANDS = {
     "train": "Train a model privately and record every release.",
     "demo": "Four strategies on the digits data, side by side, in about a minute.",
+    "attack": "Attack gradients as a strategy would release them, and judge what comes back.",
     "strategies": "List the strategies and what each guarantees.",
     "datasets": "List the data sets, what is there, and fetch what is not.",
     "ledger": "Verify or show a run's ledger.",
