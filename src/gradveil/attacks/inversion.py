@@ -19,7 +19,7 @@ from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_diff
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.observation import Observation, Sight
-from gradveil.attacks.seeds import make_seed
+from gradveil.attacks.seeds import start_of
 
 Objective = Callable[[Tensor], Tensor]  # from x (V, B, *shape) to losses (V,)
 
@@ -53,14 +53,7 @@ class _Descent(Attack):
         objective = self.objective(observation, labels)
         best: Reconstruction | None = None
         for _ in range(self.restarts):
-            start = make_seed(
-                self.start,
-                observation.input_shape,
-                victims=observation.victims,
-                batch=observation.batch,
-                generator=generator,
-                device=observation.device,
-            )
+            start = start_of(observation, self.start, generator)
             attempt = self._attempt(start, labels, objective, iterations)
             best = attempt if best is None else _better(best, attempt)
         assert best is not None

@@ -19,7 +19,7 @@ from gradveil.attacks.gradients import model_at
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.lbfgs import BatchedLBFGS
 from gradveil.attacks.observation import Observation
-from gradveil.attacks.seeds import make_seed
+from gradveil.attacks.seeds import start_of
 
 _STALLED = 10  # iterations without a change, after which a victim is left as it is
 _DONE = 1e-12  # a loss that is zero to float32
@@ -36,15 +36,7 @@ class _Matching(Attack):
 
     def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
         generator = torch.Generator().manual_seed(seed)
-        x = make_seed(
-            self.start,
-            observation.input_shape,
-            victims=observation.victims,
-            batch=observation.batch,
-            generator=generator,
-            device=observation.device,
-            image=self.image,
-        )
+        x = start_of(observation, self.start, generator, image=self.image)
         numbers, unpack = self._unknowns(observation, x, generator)
         return self._descend(observation, numbers, unpack, x.shape, iterations)
 

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from gradveil.attacks.observation import Observation
 from gradveil.errors import ConfigError, UnknownNameError
 
 PARTS = {"half": 2, "quarter": 4, "eighth": 8}
@@ -47,3 +48,16 @@ def make_seed(
         victims, batch, channels, math.ceil(height / parts), math.ceil(width / parts), generator=generator
     )
     return tile.repeat(1, 1, 1, parts, parts)[..., :height, :width].contiguous().to(device)
+
+
+def start_of(observation: Observation, kind: str, generator: torch.Generator, *, image: Tensor | None = None) -> Tensor:
+    """Starts for all victims of an observation, on its device."""
+    return make_seed(
+        kind,
+        observation.input_shape,
+        victims=observation.victims,
+        batch=observation.batch,
+        generator=generator,
+        device=observation.device,
+        image=image,
+    )
