@@ -40,12 +40,21 @@ from gradveil.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from gradveil.guards import AwaitedRelease, BatchGuard, BudgetGuard, RepeatGuard, fingerprint_sums, salt
+from gradveil.guards import (
+    AwaitedRelease,
+    BatchGuard,
+    BudgetGuard,
+    RepeatGuard,
+    check_optimizer,
+    check_strangers,
+    fingerprint_sums,
+    salt,
+)
 from gradveil.ledger import Ledger
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release, RunHeader
 from gradveil.release import release_gradients
-from gradveil.sampling import Indices, PrivateLoader, Sampling, Ticket, check_loader
+from gradveil.sampling import Indices, PrivateLoader, Sampling, Ticket, source_of
 from gradveil.schedules import Schedule
 from gradveil.strategies import Parameters, Strategy, parameters
 from gradveil.version import __version__
@@ -192,33 +201,21 @@ class PrivacyEngine:
         """
         if self._ledger is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
-        like: DataLoader[Any] | None = None
-        if isinstance(data_loader, DataLoader):
-            like, dataset = data_loader, data_loader.dataset
-            size = check_loader(data_loader)
-            if batch_size is not None and batch_size != size:
-                raise ConfigError(f"batch_size={batch_size} was given, but the data loader's is {size}.")
-        else:
-            dataset = data_loader
-            if batch_size is None:
-                raise ConfigError("a Dataset was given without batch_size: the sampling rate is batch_size / N.")
-            size = batch_size
-        if not hasattr(dataset, "__len__"):
-            raise ConfigError(
-                "the data set has no length: the sampling rate is batch_size / N. Give a map-style Dataset."
-            )
+        source = source_of(data_loader, batch_size)
+        size = source.batch_size
         if any(isinstance(vars(child).get("forward"), Followed) for child in module.modules()):
             raise ConfigError(
                 "this model is private already, under another engine. Call detach() on that engine first."
             )
-        population = len(dataset)
+        population = source.population
         self.sampling = Sampling(name=self._sampling_name, population=population, batch_size=size)
         if self.plan.strategy.is_private and self.delta >= 1.0 / population:
             raise ConfigError(
                 f"delta is {self.delta:g}, not below 1/N = {1 / population:.3g} for {population} training examples: a "
                 "mechanism that publishes one example outright would pass. Give a smaller delta."
             )
-        self._check_optimizer(module, optimizer)
+        if self.plan.strategy.is_private:
+            check_optimizer(module, optimizer)
         self.module, self.optimizer = module, optimizer
         self.groups: tuple[Group, ...] = make_groups(module, self.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -239,7 +236,7 @@ class PrivacyEngine:
             module.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
         ]
         loader = PrivateLoader(
-            dataset=dataset,
+            dataset=source.dataset,
             batch_size=size,
             draw=self._draw,
             span=lambda: range(self.step, self.plan.steps),
@@ -247,48 +244,9 @@ class PrivacyEngine:
             start=self._start_iteration,
             finish=self.commit,
             hand_out=self._batch.hand_out,
-            like=like,
+            like=source.like,
         )
         return module, optimizer, loader
-
-    def _check_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if not self.plan.strategy.is_private:
-            return
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS computes gradients anew inside its step, after the noise was added, so it cannot be made "
-                "private. Use SGD, Adam or another optimizer that takes one gradient per step."
-            )
-        mine = {id(p) for p in module.parameters()}
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
-        if strangers:
-            raise ConfigError(
-                f"the optimizer holds {len(strangers)} parameter(s) that the module does not (the first has shape "
-                f"{tuple(strangers[0].shape)}): they would be updated from gradients that nobody clipped or noised. "
-                "Give the optimizer module.parameters()."
-            )
-        missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-        if missing:
-            raise ConfigError(
-                f"the optimizer does not hold {missing[0]!r} and {len(missing) - 1} other trainable parameter(s): "
-                "their gradients would be left without noise, for anyone to use. Give them to the optimizer, or freeze "
-                "them (requires_grad_(False))."
-            )
-
-    def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """A parameter that became trainable, or joined the optimizer, after make_private is not followed."""
-        if not self.plan.strategy.is_private:
-            return
-        followed = {id(p) for p in self.parameters.values()}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and id(p) not in followed:
-                    raise PrivacyViolation(
-                        f"a parameter of shape {tuple(p.shape)} became trainable, or joined the optimizer, after "
-                        "make_private: its gradient is neither clipped nor noised. Decide what trains before "
-                        "make_private; to unfreeze layers later, detach() and start a new engine."
-                    )
 
     def _header(self, side: float) -> RunHeader:
         return RunHeader(
@@ -372,7 +330,7 @@ class PrivacyEngine:
                 "optimizer.step was called with a closure, which computes gradients anew after the noise was added: "
                 "they would be used without noise. Call backward() first and step() without arguments."
             )
-        self._check_strangers(optimizer)
+        self._check_strangers()
         if self._batch.ticket is not None and not self._batch.ticket.last:
             self._put_aside_part()
             return
@@ -381,6 +339,10 @@ class PrivacyEngine:
         else:
             self._average_parts()
             self.count_plain_step()
+
+    def _check_strangers(self) -> None:
+        if self.plan.strategy.is_private:
+            check_strangers(self.parameters.values(), self.optimizer)
 
     def _put_aside_part(self) -> None:
         """A physical part of a batch: keep its sums, and leave the optimizer nothing to update with."""
@@ -566,7 +528,7 @@ class PrivacyEngine:
 
     def update(self) -> None:
         """The optimizer's step on gradients that are noised already."""
-        self._check_strangers(self.optimizer)
+        self._check_strangers()
         self._noised_already = True
         try:
             self.optimizer.step()

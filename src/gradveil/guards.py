@@ -3,6 +3,8 @@
 BatchGuard    each step has one drawn batch, and each of its examples went through backward() once
 RepeatGuard   noise is never used twice on different gradients
 BudgetGuard   the step that would overspend is refused before it is taken
+
+check_optimizer and check_strangers see that what is updated is what is clipped and noised.
 """
 
 from __future__ import annotations
@@ -23,6 +25,44 @@ from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
 from gradveil.records import Release, RunHeader
 from gradveil.sampling import Ticket
 from gradveil.strategies import Parameters
+
+
+def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """At set-up: the optimizer holds what trains in the module, and nothing else."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS computes gradients anew inside its step, after the noise was added, so it cannot be made "
+            "private. Use SGD, Adam or another optimizer that takes one gradient per step."
+        )
+    mine = {id(p) for p in module.parameters()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer holds {len(strangers)} parameter(s) that the module does not (the first has shape "
+            f"{tuple(strangers[0].shape)}): they would be updated from gradients that nobody clipped or noised. "
+            "Give the optimizer module.parameters()."
+        )
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ConfigError(
+            f"the optimizer does not hold {missing[0]!r} and {len(missing) - 1} other trainable parameter(s): "
+            "their gradients would be left without noise, for anyone to use. Give them to the optimizer, or freeze "
+            "them (requires_grad_(False))."
+        )
+
+
+def check_strangers(followed: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """At every step: a parameter that became trainable, or joined the optimizer, after set-up is not followed."""
+    known = {id(p) for p in followed}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and id(p) not in known:
+                raise PrivacyViolation(
+                    f"a parameter of shape {tuple(p.shape)} became trainable, or joined the optimizer, after "
+                    "make_private: its gradient is neither clipped nor noised. Decide what trains before "
+                    "make_private; to unfreeze layers later, detach() and start a new engine."
+                )
 
 
 class BatchGuard:

@@ -197,6 +197,35 @@ class PrivateLoader:
             yield [t[picked.to(t.device)] for t in self._tensors]
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where examples come from, and the expected size of a batch."""
+
+    dataset: Dataset[Any]
+    batch_size: int
+    like: DataLoader[Any] | None  # the user's loader, whose workers and collate_fn are kept
+
+    @property
+    def population(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+def source_of(data_loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> Source:
+    """From a loader, whose batch size is its own, or from a data set and a batch size."""
+    if isinstance(data_loader, DataLoader):
+        size = check_loader(data_loader)
+        if batch_size is not None and batch_size != size:
+            raise ConfigError(f"batch_size={batch_size} was given, but the data loader's is {size}.")
+        found = Source(data_loader.dataset, size, data_loader)
+    else:
+        if batch_size is None:
+            raise ConfigError("a Dataset was given without batch_size: the sampling rate is batch_size / N.")
+        found = Source(data_loader, batch_size, None)
+    if not hasattr(found.dataset, "__len__"):
+        raise ConfigError("the data set has no length: the sampling rate is batch_size / N. Give a map-style Dataset.")
+    return found
+
+
 def check_loader(loader: DataLoader[Any]) -> int:
     """The batch size of a loader whose sampler may be replaced; an error where that would change its meaning."""
     if isinstance(loader.dataset, IterableDataset):
