@@ -7,7 +7,7 @@ import pytest
 from gradveil import data
 from gradveil.attacks.trial import Trial, run
 from gradveil.cli import cli
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.errors import ConfigError, RunDirectoryError, UnknownNameError
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +81,33 @@ def test_the_command(tmp_path, capsys):
     assert (out / "frames.png").read_bytes()[:4] == b"\x89PNG"
     cli([*arguments[:1], "--victims", "2", "--iterations", "2", "--out", str(out), "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["dataset"] == "digits"
+
+
+def test_a_run_is_attacked_as_it_releases(tmp_path, capsys):
+    where, out = tmp_path / "run", str(tmp_path / "attack")
+    train = [
+        "train",
+        "--strategy",
+        "dyn-s-decay",
+        "--steps",
+        "4",
+        "--clip",
+        "2",
+        "--seed",
+        "1",
+        "--run-dir",
+        str(where),
+    ]
+    cli(train, standalone_mode=False)
+    few = ["--attack", "map", "--victims", "2", "--iterations", "3", "--out", out, "--json"]
+    capsys.readouterr()
+    cli(["attack", str(where), *few], standalone_mode=False)
+    (trial,) = json.loads(capsys.readouterr().out)["trials"]
+    assert trial["settings"]["strategy"] == "dyn-s-decay" and trial["settings"]["step"] == 3
+    cli(["attack", str(where), "--compare", "non-private,baseline", *few], standalone_mode=False)
+    names = [t["settings"]["strategy"] for t in json.loads(capsys.readouterr().out)["trials"]]
+    assert names == ["non-private", "baseline"]
+    for checkpoint in (where / "checkpoints").iterdir():
+        checkpoint.unlink()
+    with pytest.raises(RunDirectoryError, match="no checkpoint"):
+        cli(["attack", str(where), *few], standalone_mode=False)

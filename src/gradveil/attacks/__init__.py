@@ -13,5 +13,6 @@ labels.py        labels from the last layer's gradient
 seeds.py         where a reconstruction starts
 metrics.py       how near it came
 score.py         judged against the truth, against guessing, and in summary
+from_run.py      a trained run as a target
 trial.py         one attack tried on a data set under one strategy, with controls and the bound
 """

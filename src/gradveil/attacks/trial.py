@@ -98,8 +98,8 @@ class Outcome:
         }
 
 
-def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None) -> Outcome:
-    """Attack the first examples of the training set; the model defaults to the untrained CPL net."""
+def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Parameters | None = None) -> Outcome:
+    """Attack examples of the training set. The model defaults to the untrained CPL net, the plan to the trial's."""
     count = trial.victims * trial.batch
     if count + _CANDIDATES // 2 > len(data.x_train):
         raise ConfigError(
@@ -119,7 +119,7 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None) -> Outco
     seen, secret = observe(
         model,
         *victims,
-        plan=trial.plan(),
+        plan=plan or trial.plan(),
         view=trial.view,
         step=trial.step,
         training_batch=trial.training_batch,

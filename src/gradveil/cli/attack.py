@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gradveil.cli._output import number, table
+from gradveil.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gradveil.attacks.trial import Outcome
+    from gradveil.attacks.trial import Outcome, Trial
 
 
 @click.command("attack")
-@click.option("--dataset", default="digits", show_default=True, help="Whose training examples are attacked.")
-@click.option("--strategy", default="non-private", show_default=True, help="How their gradients are released.")
+@click.argument("run_dir", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
+@click.option("--dataset", help="Whose training examples are attacked.  [default: digits, or the run's]")
+@click.option("--strategy", help="How their gradients are released.  [default: non-private, or as the run does]")
 @click.option("--compare", help="Several strategies, separated by commas, attacked with equal means.")
 @click.option("--attack", default="cpl", show_default=True, help="cpl, dlg, idlg, inverting, map, analytic or prior.")
 @click.option("--victims", default=20, show_default=True, help="Gradients attacked side by side.")
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--clip", default=4.0, show_default=True, help="Clip bound C, at the start.")
 @click.option("--sigma", default=6.0, show_default=True, help="Noise scale, at the start.")
 @click.option("--steps", default=1000, show_default=True, help="Steps of the run, over which schedules span.")
-@click.option("--step", default=0, show_default=True, help="The step that is seen.")
+@click.option("--step", default=0, show_default=True, help="The step that is seen; of a RUN, the one that comes next.")
 @click.option("--reading", type=click.Choice(["example", "batch"]), help="Reading of l2-max.  [default: example]")
 @click.option("--training-batch", default=600, show_default=True, help="Expected batch size of the training.")
 @click.option("--iterations", default=300, show_default=True, help="At most.")
@@ -43,25 +45,48 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), help="[default: attacks/<data set>-<attack>-<time>]")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
-    dataset: str, strategy: str, compare: str | None, data_dir: str | None, out: Path | None, as_json: bool, **rest: Any
+    run_dir: Path | None,
+    dataset: str | None,
+    strategy: str | None,
+    compare: str | None,
+    data_dir: str | None,
+    out: Path | None,
+    as_json: bool,
+    **rest: Any,
 ) -> None:
-    """Attack gradients of the untrained CPL net, as a strategy would release them, and judge what comes back.
+    """Attack gradients as a strategy would release them, and judge what comes back.
 
-    Prints one row for each strategy and writes result.json and a picture of the first victims.
+    Of the untrained CPL net or, with RUN, of the model that a run has trained so far, at its next step. Prints one row
+    for each strategy and writes result.json and a picture of the first victim.
     """
     from gradveil import data, strategies
+    from gradveil.attacks.from_run import load_target
     from gradveil.attacks.trial import Trial, run
 
-    names = compare.split(",") if compare else [strategy]
-    trials = [Trial(strategy=strategies.get(name.strip()).name, **rest) for name in names]
-    loaded = data.load(dataset, data_dir=data_dir)
+    names = compare.split(",") if compare else [strategy] if strategy else []
+    chosen = [strategies.get(name.strip()).name for name in names]
     outcomes = []
-    for trial in trials:
-        click.echo(f"{trial.attack} on {trial.victims} victims, {trial.strategy}, {trial.view} ...", err=True)
-        outcomes.append(run(trial, loaded))
-    where = out or Path("attacks") / f"{dataset}-{trials[0].attack}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir is not None:
+        target = load_target(run_dir, data_dir=data_dir)
+        if dataset is not None and dataset != target.config.dataset:
+            raise ConfigError(f"the run was trained on {target.config.dataset}, not on {dataset}: leave --dataset out.")
+        dataset, model_name = target.config.dataset, target.config.model
+        theirs = {"step": target.step, "steps": target.plan.steps, "training_batch": target.config.batch_size}
+        for name in chosen or [target.config.strategy]:
+            trial = Trial(strategy=name, **(rest | theirs))
+            plan = target.plan if not chosen and name != "non-private" else None
+            _tell(trial)
+            outcomes.append(run(trial, target.data, model=target.model, plan=plan))
+    else:
+        dataset, model_name = dataset or "digits", "cpl-net"
+        trials = [Trial(strategy=name, **rest) for name in chosen or ["non-private"]]
+        loaded = data.load(dataset, data_dir=data_dir)
+        for trial in trials:
+            _tell(trial)
+            outcomes.append(run(trial, loaded))
+    where = out or Path("attacks") / f"{dataset}-{outcomes[0].trial.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
     where.mkdir(parents=True, exist_ok=True)
-    results = {"dataset": dataset, "model": "cpl-net", "trials": [o.to_dict() for o in outcomes]}
+    results = {"dataset": dataset, "model": model_name, "trials": [o.to_dict() for o in outcomes]}
     (where / "result.json").write_text(json.dumps(results, indent=1) + "\n")
     _draw(outcomes, where / "frames.png")
     if as_json:
@@ -69,6 +94,10 @@ def command(
         return
     _table(outcomes, dataset)
     click.echo(f"written to {where}", err=True)
+
+
+def _tell(trial: Trial) -> None:
+    click.echo(f"{trial.attack} on {trial.victims} victims, {trial.strategy}, {trial.view} ...", err=True)
 
 
 def _table(outcomes: list[Outcome], dataset: str) -> None:

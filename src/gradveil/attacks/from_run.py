@@ -1,0 +1,63 @@
+"""A trained run as a target: its model at its newest checkpoint, and the step that would come next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+from torch import nn
+
+from gradveil import data, models
+from gradveil.config import RunConfig, read_toml
+from gradveil.data import DataSet
+from gradveil.errors import RunDirectoryError
+from gradveil.rundir import RunDirectory
+from gradveil.strategies import Parameters, parameters
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked: a model in the state that a run left it in, on the data it was trained on."""
+
+    model: nn.Module
+    data: DataSet
+    config: RunConfig
+    plan: Parameters
+    step: int  # the next to be released; the last one where the run is complete
+
+
+def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
+    """Read a run directory; refused where it has no checkpoint."""
+    run = RunDirectory.open(run_dir)
+    config = RunConfig.check(read_toml(run.config))
+    checkpoint = run.newest_checkpoint()
+    if checkpoint is None:
+        raise RunDirectoryError(
+            f"the run in {run_dir} has no checkpoint, so there is no model to attack. Let it get to its first one "
+            "(gradveil train --checkpoint-every), or attack an untrained network (leave the run out)."
+        )
+    loaded = data.load(config.dataset, data_dir=data_dir or config.data_dir)
+    model = models.build(config.model, loaded, dropout=config.dropout, activation=config.activation)
+    tensors = safetensors.torch.load(run.read_tensors(checkpoint))
+    state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise RunDirectoryError(f"the checkpoint is of another model than config.toml names: {error}") from None
+    model.eval()  # gradients as the attacker can compute them: no dropout
+    assert config.steps is not None
+    plan = parameters(
+        config.strategy,
+        steps=config.steps,
+        clip=config.clip,
+        sigma=config.sigma,
+        reading=config.reading,
+        decay=config.decay,
+        clip_decay=config.clip_decay,
+        clip_end=config.clip_end,
+        sigma_decay=config.sigma_decay,
+        sigma_end=config.sigma_end,
+        fixed_variance=config.fixed_variance,
+    )
+    return Target(model, loaded, config, plan, min(checkpoint.step, config.steps - 1))
