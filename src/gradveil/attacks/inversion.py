@@ -9,6 +9,7 @@ Both try several starts and keep, for every victim, the one with the smallest lo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_differences
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.matching import ClipAwareMatching
 from gradveil.attacks.observation import Observation, Sight
 from gradveil.attacks.seeds import start_of
 
@@ -89,12 +91,15 @@ def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
     def pick(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(second.view(-1, *[1] * (one.dim() - 1)), other, one)
 
+    def at(r: Reconstruction, i: int) -> Tensor:
+        return r.losses[min(i, len(r.losses) - 1)]  # one attempt may have ended before the other
+
     return Reconstruction(
         x=pick(a.x, b.x),
         labels=pick(a.labels, b.labels),
         loss=pick(a.loss, b.loss),
-        losses=[pick(p, q) for p, q in zip(a.losses, b.losses, strict=True)],
-        frames={i: pick(a.frames[i], b.frames[i]) for i in a.frames},
+        losses=[pick(at(a, i), at(b, i)) for i in range(max(len(a.losses), len(b.losses)))],
+        frames={i: pick(a.frames.get(i, a.x), b.frames.get(i, b.x)) for i in sorted({*a.frames, *b.frames})},
         failed=pick(a.failed, b.failed),
     )
 
@@ -106,6 +111,15 @@ class MAP(_Descent):
 
     def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float = 1.0) -> None:
         super().__init__(restarts=restarts, lr=lr, variation=variation)
+
+    def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
+        """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
+        if any(sight.release.noise_std is not None for sight in observation.sights):
+            return super().run(observation, iterations=iterations, seed=seed)
+        attempts = [
+            ClipAwareMatching().run(observation, iterations=iterations, seed=seed + i) for i in range(self.restarts)
+        ]
+        return functools.reduce(_better, attempts)
 
     def objective(self, observation: Observation, labels: Tensor) -> Objective:
         known = [(model_at(observation, sight), sight, precisions(sight)) for sight in observation.sights]

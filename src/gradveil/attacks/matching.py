@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_differences
-from gradveil.attacks.gradients import model_at
+from gradveil.attacks.gradients import Gradients, VictimGradients, model_at
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.lbfgs import BatchedLBFGS
-from gradveil.attacks.observation import Observation
+from gradveil.attacks.observation import Observation, Sight
 from gradveil.attacks.seeds import start_of
 
 _STALLED = 10  # iterations without a change, after which a victim is left as it is
@@ -40,6 +40,15 @@ class _Matching(Attack):
         numbers, unpack = self._unknowns(observation, x, generator)
         return self._descend(observation, numbers, unpack, x.shape, iterations)
 
+    def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
+        """What the attacker expects to see of these inputs."""
+        return model.of_batch(x, y)
+
+    def _scale(self, sight: Sight) -> Tensor:
+        """What each victim's loss is multiplied by, (V,)."""
+        first = next(iter(sight.gradients.values()))
+        return torch.ones(len(first), dtype=first.dtype, device=first.device)
+
     def _unknowns(self, observation: Observation, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Unpack]:
         """What is searched for, as one row of numbers per victim; here the input, its labels being known."""
         labels = infer_labels(observation)
@@ -56,11 +65,13 @@ class _Matching(Attack):
         model = model_at(observation, sight)
         rows = torch.arange(victims, device=device)  # which victims are still worked on
 
+        scale = self._scale(sight)
+
         def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:
             with torch.enable_grad():
                 flat = flat.detach().requires_grad_()
                 seen = {name: g[rows] for name, g in sight.gradients.items()}
-                loss = squared_differences(model.of_batch(*unpack(flat, rows)), seen)
+                loss = scale[rows] * squared_differences(self._gradients(model, *unpack(flat, rows), sight), seen)
                 (gradient,) = torch.autograd.grad(loss.sum(), flat)
             return loss.detach(), gradient
 
@@ -116,3 +127,18 @@ class DLG(_Matching):
             return numbers[:, :size].reshape(-1, *x.shape[1:]), torch.softmax(free, 2)
 
         return torch.cat([x.flatten(1), logits.flatten(1)], 1), unpack
+
+
+class ClipAwareMatching(_Matching):
+    """CPL that clips its own gradient as the defence does: part of map, for what is seen without noise."""
+
+    name = "clip-aware matching"
+    start = "half"
+
+    def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
+        return model.released(x, y, sight.release)
+
+    def _scale(self, sight: Sight) -> Tensor:
+        """A clipped gradient is as small as its bound; the thresholds of L-BFGS are for losses of ordinary size."""
+        squares = torch.stack([g.square().flatten(1).sum(1) for g in sight.gradients.values()]).sum(0)
+        return 100.0 / squares.clamp(min=1e-20)
