@@ -254,3 +254,14 @@ def test_success_stays_below_the_bound(digits):
     groups = 5  # clipped at C each: jointly sigma / sqrt(groups)
     bound = one_step_bound(sigma / groups**0.5, 1 / n)
     assert hits / (n * repeats) <= bound + 3 * (bound * (1 - bound) / (n * repeats)) ** 0.5
+
+
+def test_one_who_knows_the_defence_beats_the_mean_image_through_noise(digits):
+    """C = 4, sigma = 6, B = 600, seen per example: nothing for the paper's attack, something for ours."""
+    settings = {"plan": plan(clip=4.0, sigma=6.0), "view": "per-example-noised", "training_batch": 600}
+    seen, secret = see(digits, 20, **settings)
+    public = digits.x_train[200:]
+    naive = psnr(CPL().run(seen, iterations=20, seed=0).x, secret.x).median()
+    aware = psnr(MAP(public=public, restarts=1).run(seen, iterations=200, seed=0).x, secret.x).median()
+    mean = psnr(public.mean(0).expand_as(secret.x), secret.x).median()
+    assert float(naive) < 8.0 < float(mean) < float(aware)

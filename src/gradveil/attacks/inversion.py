@@ -23,6 +23,8 @@ from gradveil.attacks.matching import ClipAwareMatching
 from gradveil.attacks.observation import Observation, Sight
 from gradveil.attacks.seeds import start_of
 
+_LEAST_SPREAD = 0.05  # a pixel that never changed may yet
+
 Objective = Callable[[Tensor], Tensor]  # from x (V, B, *shape) to losses (V,)
 
 
@@ -105,12 +107,19 @@ def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
 
 
 class MAP(_Descent):
-    """``variation``: the prior's weight, in nats per unit of total variation."""
+    """``variation``: the prior's weight, in nats per unit of total variation.
+
+    ``public``: examples of the same kind that the attacker has (n, *shape). Their mean and spread, pixel by pixel, are
+    then part of what is probable: under much noise the answer tends to their mean and not to nothing.
+    """
 
     name = "map"
 
-    def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float = 1.0) -> None:
+    def __init__(
+        self, *, restarts: int = 2, lr: float = 0.1, variation: float = 0.3, public: Tensor | None = None
+    ) -> None:
         super().__init__(restarts=restarts, lr=lr, variation=variation)
+        self.public = public
 
     def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
         """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
@@ -124,8 +133,15 @@ class MAP(_Descent):
     def objective(self, observation: Observation, labels: Tensor) -> Objective:
         known = [(model_at(observation, sight), sight, precisions(sight)) for sight in observation.sights]
 
+        centre = spread = None
+        if self.public is not None:
+            public = self.public.to(observation.device)
+            centre, spread = public.mean(0), public.std(0).clamp(min=_LEAST_SPREAD)
+
         def loss(x: Tensor) -> Tensor:
             total = self.variation * total_variation(x)
+            if centre is not None and spread is not None:
+                total = total + 0.5 * ((x - centre) / spread).square().flatten(1).sum(1)
             for model, sight, precisions in known:
                 found = model.released(x, labels, sight.release)
                 total = total + 0.5 * squared_differences(found, sight.gradients, precisions)

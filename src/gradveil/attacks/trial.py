@@ -126,7 +126,7 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
         classes=data.classes,
         generator=generator,
     )
-    attack = Prior(x[:_CANDIDATES], y[:_CANDIDATES]) if trial.attack == "prior" else ATTACKS[trial.attack]()
+    attack = _attack(trial, x, y, others)
     started = time.perf_counter()
     found = attack.run(seen, iterations=trial.iterations, seed=trial.seed)
     seconds = time.perf_counter() - started
@@ -159,6 +159,15 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
         bound=_bound(seen.sights[0].release, kappa),
         seconds=seconds,
     )
+
+
+def _attack(trial: Trial, x: Tensor, y: Tensor, others: Tensor) -> Attack:
+    """Those that use what is public of the data get training examples other than the victims for it."""
+    if trial.attack == "prior":
+        return Prior(x[:_CANDIDATES], y[:_CANDIDATES])
+    if trial.attack == "map":
+        return MAP(public=others[: 5 * _CANDIDATES])
+    return ATTACKS[trial.attack]()
 
 
 def _as_found(x: Tensor, secret: Secret) -> Reconstruction:
