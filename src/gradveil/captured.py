@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from gradveil.bounds import ScheduledBounds
 from gradveil.clipping import Harvest
-from gradveil.clipping.clipper import Padding
+from gradveil.clipping.passes import Padding
 from gradveil.errors import ConfigError
 from gradveil.kernels import cuda
 from gradveil.randomness import add_drawn_noise

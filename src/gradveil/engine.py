@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
 from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
-from gradveil.clipping.clipper import Padding
+from gradveil.clipping.passes import Padding
 from gradveil.clipping.taps import Followed, ModelHook
 from gradveil.errors import (
     BudgetExhausted,

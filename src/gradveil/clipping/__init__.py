@@ -1,7 +1,8 @@
 """Per-example clipping inside one backward pass, and the oracle it is checked against."""
 
-from gradveil.clipping.clipper import Clipper, Harvest
+from gradveil.clipping.clipper import Clipper
 from gradveil.clipping.groups import CLIPPINGS, Clipping, Group, make_groups
+from gradveil.clipping.passes import Harvest
 from gradveil.clipping.reference import Reference, clipped_sums
 from gradveil.clipping.support import check_module, fix
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from gradveil.clipping import on_cuda
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
+from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
@@ -44,92 +44,6 @@ from gradveil.kernels import cuda
 
 _ALL = slice(None)
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Which rows of a batch are examples, and where examples that are not finite are flagged (kept by the caller)."""
-
-    present: Tensor  # (batch,) bool
-    lost: Tensor  # (batch,) int32
-
-
-class Pass:
-    """One forward call of the model with gradients enabled, and the backward pass that follows it."""
-
-    def __init__(self, batch: int, *, empty: bool, padding: Padding | None = None) -> None:
-        self.batch = batch
-        self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
-        self.present = padding.present if padding is not None else None  # which rows are examples; None: all
-        self.calls: dict[Unit, int] = {}  # in the forward pass
-        self.recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
-        self.clipped: set[Unit] = set()
-        self.kept: list[tuple[Unit, Use]] = []
-        # (batch,) int32: 1 where an example was not finite in some group
-        self.lost: Tensor | None = padding.lost if padding is not None else None
-        self.differentiated = False
-
-    def uses(self, unit: Unit) -> int:
-        """How often a unit is used. A checkpoint that keeps its graph calls a unit again without using it again."""
-        return max(self.calls.get(unit, 0), self.recalls.get(unit, 0))
-
-    def flags(self, device: torch.device) -> Tensor:
-        """Where examples that were not finite are flagged."""
-        if self.lost is None:
-            self.lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
-        return self.lost
-
-
-class Call:
-    """One call of a unit in a pass."""
-
-    def __init__(self, unit: Unit, current: Pass, *, again: bool) -> None:
-        self.unit, self.current, self.done = unit, current, False
-        counts = current.recalls if again else current.calls
-        counts[unit] = counts.get(unit, 0) + 1
-
-
-class Harvest:
-    """What the passes since the last release add up to, beside the gradients themselves.
-
-    Norms are kept as they come and looked at only when asked for: most strategies never ask, and on a GPU
-    every look is a launch.
-    """
-
-    def __init__(self, groups: int) -> None:
-        self.examples = 0
-        self.passes = 0
-        self.lost: list[Tensor] = []  # flags of the examples that were dropped in some group, a tensor per pass
-        self._noted: list[list[tuple[Tensor, Tensor, float | Tensor]]] = [[] for _ in range(groups)]
-
-    @property
-    def not_finite(self) -> int:
-        """How many examples were dropped in some group."""
-        return int(torch.stack([flags.sum() for flags in self.lost]).sum()) if self.lost else 0
-
-    def note(self, group: int, norms: Tensor, weights: Tensor, bound: float | Tensor) -> None:
-        """Norms before clipping, and the weights that clip them to ``bound``."""
-        self._noted[group].append((norms, weights, bound))
-
-    def largest_norm(self, group: int) -> Tensor | None:
-        """The largest norm after clipping, on the device; None without examples."""
-        found = [(norms * weights).nan_to_num(0.0).max() for norms, weights, _ in self._noted[group] if len(norms)]
-        return torch.stack(found).max() if found else None
-
-    def largest(self, group: int) -> float:
-        """The largest norm after clipping."""
-        found = self.largest_norm(group)
-        return 0.0 if found is None else float(found)
-
-    def within(self, group: int) -> Tensor | None:
-        """How many examples had a norm within the bound before clipping, on the device; None without examples."""
-        found = [((norms <= bound) & (weights > 0)).sum() for norms, weights, bound in self._noted[group]]
-        return torch.stack(found).sum() if found else None
-
-    def count_within(self, group: int) -> int:
-        """How many examples had a norm within the bound before clipping."""
-        found = self.within(group)
-        return 0 if found is None else int(found)
 
 
 class Clipper:
@@ -470,14 +384,14 @@ class Clipper:
 
     def _inside(self, group: int, dtype: torch.dtype) -> float:
         """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""
-        return self.bounds[group] * _inside(dtype)
+        return self.bounds[group] * inside(dtype)
 
     def _weigh_group(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice = _ALL) -> Tensor:
         """min(1, C / norm) per example; 0 for a norm that is not finite, for padding, and for an empty batch."""
         if current.empty:
             return torch.zeros_like(norms)
         bound: float | Tensor = self._bounds_on(norms.device).exact_of[group] if norms.is_cuda else self.bounds[group]
-        weights = (bound * _inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        weights = (bound * inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
         self.harvest.note(group, norms, weights, bound)
@@ -493,27 +407,3 @@ class Clipper:
         lost = ~keep if current.present is None else ~keep & current.present[rows]
         current.flags(keep.device)[rows] |= lost
         return keep
-
-
-class DeviceBounds:
-    """The bounds on a device, written in place: kernels, and captured graphs, read them when they run."""
-
-    def __init__(self, bounds: Sequence[float], device: torch.device) -> None:
-        self._exact = torch.empty(len(bounds), dtype=torch.float64, device=device)
-        self._inside = torch.empty(len(bounds), dtype=torch.float32, device=device)
-        self.exact_of = self._exact.unbind()
-        self.inside_of = self._inside.unbind()  # rounding margin taken off
-        self._held: tuple[float, ...] = ()
-        self.set(bounds)
-
-    def set(self, bounds: Sequence[float]) -> None:
-        if tuple(bounds) == self._held:
-            return
-        self._held = tuple(bounds)
-        values = torch.tensor(self._held, dtype=torch.float64, pin_memory=self._exact.is_cuda)
-        self._exact.copy_(values, non_blocking=True)
-        self._inside.copy_(self._exact * _inside(torch.float32))
-
-
-def _inside(dtype: torch.dtype) -> float:
-    return 1.0 - 16.0 * torch.finfo(dtype).eps

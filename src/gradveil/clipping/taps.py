@@ -17,7 +17,8 @@ from gradveil.clipping.units import Unit
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from gradveil.clipping.clipper import Call, Clipper, Pass
+    from gradveil.clipping.clipper import Clipper
+    from gradveil.clipping.passes import Call, Pass
 
 
 class OutputTap(torch.autograd.Function):
