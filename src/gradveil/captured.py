@@ -87,7 +87,7 @@ class CapturedStep:
         self._pool = torch.cuda.graph_pool_handle()
         self._batch: tuple[int, int] | None = None  # of which loop and step there is a part in the gradients
         self._in_graph = False  # whether the gradients are those of a graph
-        engine.lost_elsewhere = self._gathered.take_lost
+        engine.count_lost_from(self._gathered.take_lost)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""

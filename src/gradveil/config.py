@@ -72,6 +72,11 @@ class RunConfig(BaseModel):
     checkpoint_every: int | None = Field(default=None, ge=1)
     data_dir: str | None = None
 
+    def plan_settings(self) -> dict[str, Any]:
+        """What lays out the public plan of the run: the arguments of :func:`gradveil.strategies.parameters`."""
+        names = ("strategy", "steps", "clip", "sigma", "reading", "decay", "clip_decay", "clip_end", "sigma_decay")
+        return {name: getattr(self, name) for name in (*names, "sigma_end", "fixed_variance")}
+
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> RunConfig:
         """Build a configuration; what is wrong with it is said in one :class:`ConfigError`."""

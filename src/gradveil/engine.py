@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +43,7 @@ from gradveil.guards import (
     AwaitedRelease,
     BatchGuard,
     BudgetGuard,
+    NotFiniteCount,
     RepeatGuard,
     check_optimizer,
     check_strangers,
@@ -51,6 +51,7 @@ from gradveil.guards import (
     salt,
 )
 from gradveil.ledger import Ledger
+from gradveil.parts import PhysicalParts
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release, RunHeader
 from gradveil.release import release_gradients
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from gradveil.accounting import Statement
 
 LOSS_REDUCTIONS = ("mean", "sum")
-_LOOK_EVERY = 100  # steps between looks at counters on a GPU
 STOPPINGS = ("none", "public", "private")
 
 M = TypeVar("M", bound=nn.Module)
@@ -162,13 +162,11 @@ class PrivacyEngine:
         self._handles: list[Any] = []
         self._clipper: Clipper | None = None
         self._ledger: Ledger | None = None
-        self._parts: dict[nn.Parameter, Tensor] = {}
-        self._not_finite = 0
+        self._parts = PhysicalParts()
+        self._not_finite = NotFiniteCount()
         self._noised_already = False
         self._awaited: AwaitedRelease | None = None
         self.loops = 0  # over the loader
-        self.lost_elsewhere: Callable[[], list[Tensor]] = list  # counts that a captured step keeps on the device
-        self._lost: list[Tensor] = []  # flags of examples that were not finite, not yet read from the device
         self._generators: dict[torch.device, torch.Generator] = {}
         if self.run_dir is not None and not resume and (self.run_dir / ledgers.FILE_NAME).exists():
             raise RunDirectoryError(
@@ -352,24 +350,14 @@ class PrivacyEngine:
         # Without clipping, .grad is that of the user's loss: the mean of parts weighs each by its size.
         weighs = not self.plan.strategy.is_private and self.loss_reduction == "mean"
         weight = float(self._batch.ticket.size) if weighs else 1.0
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                grad = parameter.grad * weight if weight != 1.0 else parameter.grad
-                before = self._parts.get(parameter)
-                self._parts[parameter] = grad if before is None else before + grad
-                parameter.grad = None
-
-    def _take_up_parts(self) -> None:
-        for parameter, kept in self._parts.items():
-            parameter.grad = kept if parameter.grad is None else parameter.grad + kept
-        self._parts.clear()
+        self._parts.put_aside(self.parameters.values(), weight=weight)
 
     def _average_parts(self) -> None:
         if not self._parts:
             return
         assert self._batch.ticket is not None
         self._put_aside_part()
-        self._take_up_parts()
+        self._parts.take_up()
         if self.loss_reduction == "mean":
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
@@ -383,7 +371,7 @@ class PrivacyEngine:
 
     def _noise_and_record(self, harvest: Harvest) -> None:
         sampler = self.check_step(harvest)
-        self._take_up_parts()
+        self._parts.take_up()
         release = release_gradients(
             step=self.step,
             plan=self.plan,
@@ -437,7 +425,7 @@ class PrivacyEngine:
     def take_step(self, harvest: Harvest) -> None:
         """The step's release is noted: make ready for the next."""
         assert self._clipper is not None
-        self._count_not_finite(harvest.lost)
+        self._not_finite.note(harvest.lost, step=self.step)
         self.step += 1
         self._batch.clear()
         self._clipper.start_step()
@@ -445,29 +433,12 @@ class PrivacyEngine:
         if self.step < self.plan.steps:
             self._clipper.bounds = self.rule.bounds(self.step)
 
-    def _count_not_finite(self, lost: list[Tensor]) -> None:
-        self._lost += lost
-        if self.step % _LOOK_EVERY == 0 or (self._lost and self._lost[0].device.type == "cpu"):
-            self._read_not_finite()  # reading from a GPU waits for it
-
-    def _read_not_finite(self) -> None:
-        lost, self._lost = self._lost + self.lost_elsewhere(), []
-        count = int(torch.stack([flags.sum() for flags in lost]).sum()) if lost else 0
-        if count and not self._not_finite:
-            warnings.warn(
-                f"{count} example(s) of step {self.step} had a gradient that is not finite; they count as zero. "
-                "engine.not_finite_examples keeps the count.",
-                stacklevel=7,
-            )
-        self._not_finite += count
-
     @property
     def not_finite_examples(self) -> int:
         """How many examples had a gradient that is not finite and counted as zero, over all steps."""
-        self._read_not_finite()
-        return self._not_finite
+        return self._not_finite.read(self.step)
 
-    # ---- for a captured step (capture.py)
+    # ---- for a captured step (captured.py)
 
     @property
     def is_set_up(self) -> bool:
@@ -482,6 +453,10 @@ class PrivacyEngine:
     def current_ticket(self) -> Ticket | None:
         """Which batch the loader has handed out."""
         return self._batch.ticket
+
+    def count_lost_from(self, kept: Callable[[], list[Tensor]]) -> None:
+        """Counts of examples that are not finite, kept on a GPU by a captured step."""
+        self._not_finite.elsewhere = kept
 
     @property
     def noise_order(self) -> list[str]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,6 +204,35 @@ class BudgetGuard:
                 f"at delta = {header.delta:g}; {len(done)} releases are within it. The step was not taken. Raise the "
                 "budget or sigma, or declare fewer steps."
             )
+
+
+class NotFiniteCount:
+    """How many examples had a gradient that is not finite. A GPU is asked now and then only: that waits for it."""
+
+    _LOOK_EVERY = 100  # steps
+
+    def __init__(self) -> None:
+        self.elsewhere: Callable[[], list[Tensor]] = list
+        self._flags: list[Tensor] = []  # not yet read
+        self._count = 0
+
+    def note(self, flags: list[Tensor], *, step: int) -> None:
+        self._flags += flags
+        if step % self._LOOK_EVERY == 0 or (self._flags and self._flags[0].device.type == "cpu"):
+            self.read(step)
+
+    def read(self, step: int) -> int:
+        """The count so far; the first time there is something to count, a warning."""
+        flags, self._flags = self._flags + self.elsewhere(), []
+        new = int(torch.stack([f.sum() for f in flags]).sum()) if flags else 0
+        if new and not self._count:
+            warnings.warn(
+                f"{new} example(s) of step {step} had a gradient that is not finite; they count as zero. "
+                "engine.not_finite_examples keeps the count.",
+                stacklevel=8,
+            )
+        self._count += new
+        return self._count
 
 
 class AwaitedRelease:

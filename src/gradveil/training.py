@@ -175,20 +175,10 @@ class _Session:
         self.device = _device(config.device)
         assert config.steps is not None and config.batch_size is not None
         self.engine_settings: dict[str, Any] = {
-            "strategy": config.strategy,
-            "clip": config.clip,
-            "sigma": config.sigma,
-            "steps": config.steps,
+            **config.plan_settings(),
             "delta": config.delta,
             "sampling": config.sampling,
             "clipping": config.clipping,
-            "reading": config.reading,
-            "decay": config.decay,
-            "clip_decay": config.clip_decay,
-            "clip_end": config.clip_end,
-            "sigma_decay": config.sigma_decay,
-            "sigma_end": config.sigma_end,
-            "fixed_variance": config.fixed_variance,
             "options": config.options,
             "budget": config.budget,
             "allow_unproved": config.allow_unproved,

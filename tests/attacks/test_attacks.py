@@ -14,7 +14,7 @@ from gradveil.attacks.inversion import MAP
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching import CPL, DLG, IDLG
 from gradveil.attacks.metrics import matched, mse, psnr, rank_in, ssim
-from gradveil.attacks.observation import Observation, Release, Sight
+from gradveil.attacks.observation import Defence, Observation, Sight
 from gradveil.attacks.observe import observe
 from gradveil.attacks.prior import Prior
 from gradveil.attacks.score import controls, score
@@ -64,11 +64,11 @@ def test_gradients_are_those_of_every_victim_alone(digits):
 def test_clipping_is_the_defences(digits):
     module = net(digits).double()
     x, y = victims(digits, 2, 3)
-    release = Release(groups=make_groups(module, "per-layer"), clip=(0.3,) * 5)
+    defence = Defence(groups=make_groups(module, "per-layer"), clip=(0.3,) * 5)
     model = VictimGradients(module, dict(module.state_dict()))
     with torch.no_grad():
-        clipped = clip_groups(model.per_example(x.double(), y), release)
-    for group in release.groups:
+        clipped = clip_groups(model.per_example(x.double(), y), defence)
+    for group in defence.groups:
         norms = torch.stack([clipped[n].flatten(2).square().sum(2) for n in group.parameters]).sum(0).sqrt()
         assert float(norms.max()) <= 0.3 + 1e-9
 
@@ -97,7 +97,7 @@ def test_noise_is_at_the_strength_that_was_asked_for(digits):
     generator = torch.Generator().manual_seed(1)
     clean, _ = observe(module, x, y, view="per-example", generator=generator, **settings)
     noised, _ = observe(module, x, y, view="per-example-noised", generator=generator, **settings)
-    assert noised.sights[0].release.noise_std == (pytest.approx(6.0 * 4.0 / 600),) * 5
+    assert noised.sights[0].defence.noise_std == (pytest.approx(6.0 * 4.0 / 600),) * 5
     for name, gradient in clean.sights[0].gradients.items():
         spread = float((noised.sights[0].gradients[name] - gradient).std())
         if gradient.numel() > 10000:
@@ -161,13 +161,13 @@ def test_what_does_not_fit_is_refused(digits):
 
 
 def _with(sight, name, gradient):
-    return Sight(step=0, gradients={**sight.gradients, name: gradient}, weights=sight.weights, release=sight.release)
+    return Sight(step=0, gradients={**sight.gradients, name: gradient}, weights=sight.weights, defence=sight.defence)
 
 
 def test_an_attack_that_diverges_is_a_failed_one_and_not_a_crash(digits):
     seen, _ = see(digits, 2)
     huge = {n: g * 1e30 for n, g in seen.sights[0].gradients.items()}
-    sight = Sight(step=0, gradients=huge, weights=seen.sights[0].weights, release=seen.sights[0].release)
+    sight = Sight(step=0, gradients=huge, weights=seen.sights[0].weights, defence=seen.sights[0].defence)
     wild = Observation(module=seen.module, sights=(sight,), input_shape=(1, 8, 8), classes=10)
     for attack in (CPL(), MAP()):
         stolen = attack.run(wild, iterations=3, seed=0)

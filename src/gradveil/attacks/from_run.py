@@ -47,17 +47,5 @@ def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
         raise RunDirectoryError(f"the checkpoint is of another model than config.toml names: {error}") from None
     model.eval()  # gradients as the attacker can compute them: no dropout
     assert config.steps is not None
-    plan = parameters(
-        config.strategy,
-        steps=config.steps,
-        clip=config.clip,
-        sigma=config.sigma,
-        reading=config.reading,
-        decay=config.decay,
-        clip_decay=config.clip_decay,
-        clip_end=config.clip_end,
-        sigma_decay=config.sigma_decay,
-        sigma_end=config.sigma_end,
-        fixed_variance=config.fixed_variance,
-    )
+    plan = parameters(**config.plan_settings())
     return Target(model, loaded, config, plan, min(checkpoint.step, config.steps - 1))

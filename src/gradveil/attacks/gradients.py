@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from gradveil.attacks.observation import Observation, Release, Sight
+from gradveil.attacks.observation import Defence, Observation, Sight
 
 Gradients = dict[str, Tensor]
 
@@ -48,19 +48,19 @@ class VictimGradients:
         alone = self.of_batch(x.flatten(0, 1).unsqueeze(1), y.flatten(0, 1).unsqueeze(1))
         return {n: g.unflatten(0, (victims, batch)) for n, g in alone.items()}
 
-    def released(self, x: Tensor, y: Tensor, release: Release) -> Gradients:
+    def released(self, x: Tensor, y: Tensor, defence: Defence) -> Gradients:
         """What the defence would release, without its noise: each example clipped as it does, summed, divided."""
-        if release.clip is None:
+        if defence.clip is None:
             return self.of_batch(x, y)
-        clipped = clip_groups(self.per_example(x, y), release)
-        return {n: g.sum(1) / release.normaliser for n, g in clipped.items()}
+        clipped = clip_groups(self.per_example(x, y), defence)
+        return {n: g.sum(1) / defence.normaliser for n, g in clipped.items()}
 
 
-def clip_groups(gradients: Gradients, release: Release) -> Gradients:
+def clip_groups(gradients: Gradients, defence: Defence) -> Gradients:
     """Gradients (V, B, *P), each example's scaled down to its group's bound."""
-    assert release.clip is not None
+    assert defence.clip is not None
     found: Gradients = {}
-    for group, bound in zip(release.groups, release.clip, strict=True):
+    for group, bound in zip(defence.groups, defence.clip, strict=True):
         flat = [gradients[n].flatten(2) for n in group.parameters]
         square = torch.stack([f.square().sum(2) for f in flat]).sum(0)
         # The derivative of a root at 0 is infinite; a gradient of exactly 0 is not scaled.

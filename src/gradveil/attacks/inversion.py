@@ -123,7 +123,7 @@ class MAP(_Descent):
 
     def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
         """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
-        if any(sight.release.noise_std is not None for sight in observation.sights):
+        if any(sight.defence.noise_std is not None for sight in observation.sights):
             return super().run(observation, iterations=iterations, seed=seed)
         attempts = [
             ClipAwareMatching().run(observation, iterations=iterations, seed=seed + i) for i in range(self.restarts)
@@ -143,7 +143,7 @@ class MAP(_Descent):
             if centre is not None and spread is not None:
                 total = total + 0.5 * ((x - centre) / spread).square().flatten(1).sum(1)
             for model, sight, precisions in known:
-                found = model.released(x, labels, sight.release)
+                found = model.released(x, labels, sight.defence)
                 total = total + 0.5 * squared_differences(found, sight.gradients, precisions)
             return total
 
@@ -155,9 +155,9 @@ def precisions(sight: Sight) -> dict[str, float]:
     names = list(sight.gradients)
     sizes = {n: math.sqrt(float(sight.gradients[n].square().mean())) for n in names}
     floor = {n: max(1e-3 * size, 1e-12) for n, size in sizes.items()}
-    if sight.release.noise_std is None:
+    if sight.defence.noise_std is None:
         return {n: 1.0 / floor[n] ** 2 for n in names}
-    stds = sight.release.of_parameter(sight.release.noise_std)
+    stds = sight.defence.of_parameter(sight.defence.noise_std)
     return {n: 1.0 / max(stds[n], floor[n]) ** 2 for n in names}
 
 

@@ -136,7 +136,7 @@ class ClipAwareMatching(_Matching):
     start = "half"
 
     def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
-        return model.released(x, y, sight.release)
+        return model.released(x, y, sight.defence)
 
     def _scale(self, sight: Sight) -> Tensor:
         """A clipped gradient is as small as its bound; the thresholds of L-BFGS are for losses of ordinary size."""

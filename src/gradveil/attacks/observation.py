@@ -21,7 +21,7 @@ VIEWS = ("per-example", "per-example-noised", "batch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class Defence:
     """What is public about a released gradient. Lists run over ``groups``; None: not clipped, not noised."""
 
     groups: tuple[Group, ...]
@@ -49,7 +49,7 @@ class Sight:
     step: int
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
-    release: Release
+    defence: Defence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.gradients import Gradients, VictimGradients, clip_groups
-from gradveil.attacks.observation import VIEWS, Observation, Release, Secret, Sight
+from gradveil.attacks.observation import VIEWS, Defence, Observation, Secret, Sight
 from gradveil.clipping.groups import Clipping, Group, make_groups
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.strategies import Parameters
@@ -56,7 +56,7 @@ def observe(
     with torch.no_grad():
         if not private:
             gradients = model.of_batch(x, y)
-            release = Release(groups=groups, normaliser=float(x.shape[1]))
+            defence = Defence(groups=groups, normaliser=float(x.shape[1]))
         else:
             assert plan is not None
             if plan.strategy.bounds not in ("constant", "decay", "private-quantile"):
@@ -64,8 +64,8 @@ def observe(
                     f"strategy {plan.strategy.name!r} clips in coordinates that it learns from its own releases: they "
                     "are known to a running engine only. Observe a live run."
                 )
-            gradients, release = _private(model, x, y, plan, view, step, training_batch, groups, generator, companions)
-    sight = Sight(step=step, gradients=gradients, weights=state, release=release)
+            gradients, defence = _private(model, x, y, plan, view, step, training_batch, groups, generator, companions)
+    sight = Sight(step=step, gradients=gradients, weights=state, defence=defence)
     seen = Observation(
         module=module, sights=(sight,), input_shape=tuple(x.shape[2:]), classes=classes, batch=x.shape[1]
     )
@@ -83,10 +83,10 @@ def _private(
     groups: tuple[Group, ...],
     generator: torch.Generator,
     companions: tuple[Tensor, Tensor] | None,
-) -> tuple[Gradients, Release]:
+) -> tuple[Gradients, Defence]:
     mean_over = float(training_batch or x.shape[1])
     bounds = (float(plan.clip(step)),) * len(groups)
-    clipped_only = Release(groups=groups, clip=bounds)
+    clipped_only = Defence(groups=groups, clip=bounds)
     clipped = clip_groups(model.per_example(x, y), clipped_only)
     summed = {n: g.sum(1) for n, g in clipped.items()}
     # A single example is seen at its own size; a batch as the mean that is released.
@@ -99,7 +99,7 @@ def _private(
         scale = plan.varsigma if plan.fixed_variance else plan.sigma(step) * sensitivity
         stds = (scale / mean_over,) * len(groups)
         gradients = {n: g + stds[0] * torch.randn(g.shape, generator=generator).to(g) for n, g in gradients.items()}
-    release = Release(
+    defence = Defence(
         groups=groups,
         clip=bounds,
         noise_std=stds,
@@ -107,17 +107,17 @@ def _private(
         strategy=plan.strategy.name,
         sensitivity_rule=plan.sensitivity_rule,
     )
-    return gradients, release
+    return gradients, defence
 
 
 def _summed_norms(
-    model: VictimGradients, companions: tuple[Tensor, Tensor] | None, release: Release
+    model: VictimGradients, companions: tuple[Tensor, Tensor] | None, defence: Defence
 ) -> tuple[float, Gradients] | None:
     """Of the rest of the training batch: the largest clipped norm of a group, and the clipped sum."""
     if companions is None:
         return None
-    clipped = clip_groups(model.per_example(companions[0].unsqueeze(0), companions[1].unsqueeze(0)), release)
-    return _largest(clipped, release.groups), {n: g.sum((0, 1)) for n, g in clipped.items()}
+    clipped = clip_groups(model.per_example(companions[0].unsqueeze(0), companions[1].unsqueeze(0)), defence)
+    return _largest(clipped, defence.groups), {n: g.sum((0, 1)) for n, g in clipped.items()}
 
 
 def _largest(clipped: Gradients, groups: tuple[Group, ...]) -> float:

@@ -39,7 +39,7 @@ class Prior(Attack):
             total = torch.zeros(observation.victims, len(x), device=observation.device)
             for sight in observation.sights:
                 with torch.no_grad():
-                    found = model_at(observation, sight).released(x, y, sight.release)
+                    found = model_at(observation, sight).released(x, y, sight.defence)
                 weights = precisions(sight)
                 for v in range(observation.victims):
                     seen = {n: g[v : v + 1] for n, g in sight.gradients.items()}

@@ -18,11 +18,11 @@ from gradveil.attacks.attack import Attack, Reconstruction
 from gradveil.attacks.inversion import MAP, Inverting
 from gradveil.attacks.matching import CPL, DLG, IDLG
 from gradveil.attacks.metrics import psnr
-from gradveil.attacks.observation import VIEWS, Release, Secret
+from gradveil.attacks.observation import VIEWS, Defence, Secret
 from gradveil.attacks.observe import observe
 from gradveil.attacks.prior import Prior
 from gradveil.attacks.score import MARGIN_DB, Score, best_guess, controls, score
-from gradveil.attacks.seeds import make_seed
+from gradveil.attacks.seeds import start_of
 from gradveil.data import DataSet
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.strategies import Parameters, parameters
@@ -82,8 +82,8 @@ class Outcome:
     reconstruction: Reconstruction
     secret: Secret
     controls: dict[str, Score]
-    kappa: float  # the chance that the best guess from the training set succeeds
-    bound: float | None  # on any attack's success at this step; None: there is none
+    kappa: float  # how often guessing succeeds: estimated, with the best of some training images as the guess
+    bound: float | None  # on any attack's success at this step, if guessing succeeds so often; None: there is none
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,16 +139,9 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
         candidates=near,
         candidate_index=torch.arange(count, device=device).view(trial.victims, trial.batch),
     )
-    start = make_seed(
-        "half",
-        tuple(data.input_shape),
-        victims=trial.victims,
-        batch=trial.batch,
-        generator=torch.Generator().manual_seed(trial.seed),
-        device=device,
-    )
+    start = start_of(seen, "half", torch.Generator().manual_seed(trial.seed))
     guesses = controls(secret, mean_image=mean_image, others=others, seed=start, generator=generator)
-    kappa = 1.0 / _CANDIDATES if trial.attack == "prior" else guessing_chance(others, mean_image)
+    kappa = 1.0 / len(attack.x) if isinstance(attack, Prior) else guessing_chance(others, mean_image)
     return Outcome(
         trial=trial,
         score=judged,
@@ -156,7 +149,7 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
         secret=secret,
         controls={name: score(_as_found(g, secret), secret, mean_image=mean_image) for name, g in guesses.items()},
         kappa=kappa,
-        bound=_bound(seen.sights[0].release, kappa),
+        bound=_bound(seen.sights[0].defence, kappa),
         seconds=seconds,
     )
 
@@ -184,13 +177,13 @@ def guessing_chance(others: Tensor, mean_image: Tensor) -> float:
     return max(float(torch.stack(rates).max()), 1.0 / half)
 
 
-def _bound(release: Release, kappa: float) -> float | None:
+def _bound(defence: Defence, kappa: float) -> float | None:
     """On the success of any attack on one example that is known to take part in this one release.
 
     By how much an example moves what is seen, relative to the noise on it: a single example's gradient that is noised
     for a batch of B is hardly protected at all.
     """
-    if release.clip is None or release.noise_std is None or release.sensitivity_rule != "clip" or kappa >= 1.0:
+    if defence.clip is None or defence.noise_std is None or defence.sensitivity_rule != "clip" or kappa >= 1.0:
         return None
-    moves = [c / release.normaliser / std for c, std in zip(release.clip, release.noise_std, strict=True)]
+    moves = [c / defence.normaliser / std for c, std in zip(defence.clip, defence.noise_std, strict=True)]
     return one_step_bound(1.0 / math.hypot(*moves), kappa)

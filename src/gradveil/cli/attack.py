@@ -115,9 +115,9 @@ def _table(outcomes: list[Outcome], dataset: str) -> None:
         ["", "PSNR, median dB", "worst 5 %", "SSIM", "success", "labels", "success at most", "s"],
         rows,
         title=f"{first.attack} on {dataset}, {first.victims} victims of {first.batch}, seen: {first.view}",
-        note="success: 6 dB nearer than the mean image and than the best constant. success at most: proved of every "
-        "attack that sees what is seen here and knows that the example took part; no bound without noise, or where the "
-        "noise follows the data (l2-max).",
+        note="success: 6 dB nearer than the mean image and than the best constant. success at most: a proved limit for "
+        "every attack that sees what is seen here and knows that the example took part, given how often guessing "
+        "succeeds (estimated from the training set); no bound without noise, or where it follows the data (l2-max).",
     )
 
 
