@@ -64,7 +64,7 @@ def test_no_example_exceeds_the_bound_the_noise_was_scaled_to(strategy, decay, c
     def look():
         clipper = engine._clipper
         total = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        for p, kept in engine._parts.items():
+        for p, kept in engine._parts.kept.items():
             name = next(n for n, q in named.items() if q is p)
             total[name] = total[name] + kept
         seen[engine.step] = {
@@ -141,7 +141,7 @@ def test_the_recorded_noise_std_is_accepted_and_two_thirds_and_three_halves_of_i
     def keep():
         sums.clear()
         sums.update({n: p.grad.clone() for n, p in named.items()})
-        for p, kept in engine._parts.items():
+        for p, kept in engine._parts.kept.items():
             name = next(n for n, q in named.items() if q is p)
             sums[name] += kept
 

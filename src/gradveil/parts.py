@@ -11,25 +11,25 @@ class PhysicalParts:
     """Sums of gradients, kept away from the optimizer between the parts of a batch."""
 
     def __init__(self) -> None:
-        self._kept: dict[nn.Parameter, Tensor] = {}
+        self.kept: dict[nn.Parameter, Tensor] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self.kept)
 
     def put_aside(self, parameters: Iterable[nn.Parameter], *, weight: float = 1.0) -> None:
         """Add ``weight`` times each gradient to what is kept, and leave the optimizer nothing to update with."""
         for parameter in parameters:
             if parameter.grad is not None:
                 grad = parameter.grad * weight if weight != 1.0 else parameter.grad
-                before = self._kept.get(parameter)
-                self._kept[parameter] = grad if before is None else before + grad
+                before = self.kept.get(parameter)
+                self.kept[parameter] = grad if before is None else before + grad
                 parameter.grad = None
 
     def take_up(self) -> None:
         """Add what is kept to the gradients of the last part."""
-        for parameter, kept in self._kept.items():
+        for parameter, kept in self.kept.items():
             parameter.grad = kept if parameter.grad is None else parameter.grad + kept
-        self._kept.clear()
+        self.kept.clear()
 
     def clear(self) -> None:
-        self._kept.clear()
+        self.kept.clear()
