@@ -133,7 +133,7 @@ def test_a_resumed_run_has_not_ended(path: Path) -> None:
 def test_a_release_that_is_not_a_number_never_gets_into_the_file(path: Path) -> None:
     ledger = write(path, make_header(), 1)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(LedgerError, match="not a finite number"):
         ledger.append(make_release(ledger.header, 1, sigma=float("nan")))
     assert path.read_bytes() == before
 

@@ -201,7 +201,8 @@ class Ledger:
     ) -> None:
         self.header, self.path = header, path
         self.releases: list[Release] = list(releases)
-        self.length, self.head, self._size = length, head, size
+        self._length, self._head, self._size = length, head, size
+        self._noted: list[tuple[str, dict[str, Any] | Release]] = []  # not yet put into words
         self._pending: list[str] = []
         self._unsynced = False
         self._last_commit = time.monotonic()
@@ -231,7 +232,7 @@ class Ledger:
     def _write_over_torn_line(self) -> None:
         """Put the charge where the half-written line is, and only then cut off what is left of it."""
         assert self.path is not None
-        data = "".join(self._pending).encode()
+        data = self._lines().encode()
         with open(self.path, "r+b") as file:
             file.seek(self._size)
             file.write(data)
@@ -243,9 +244,14 @@ class Ledger:
 
     def append(self, release: Release) -> None:
         """Note a release; it is on disk after the next :meth:`commit`."""
+        numbers = (release.sigma, *release.clip, *release.sensitivity, *release.noise_std)
+        if not all(map(math.isfinite, numbers)):
+            raise LedgerError(
+                f"step {release.step} has a bound or a noise that is not a finite number ({numbers}): not released."
+            )
+        self._add("release", release)
         self.releases.append(release)
-        self._add("release", release.to_dict())
-        if len(self._pending) >= _WRITE_EVERY or time.monotonic() - self._last_commit > _WRITE_AFTER:
+        if len(self._noted) >= _WRITE_EVERY or time.monotonic() - self._last_commit > _WRITE_AFTER:
             self.commit()
 
     def end(self, reason: str) -> None:
@@ -254,21 +260,47 @@ class Ledger:
         self.commit()
         self.is_open = False
 
-    def _add(self, kind: str, body: dict[str, Any]) -> None:
+    def _add(self, kind: str, body: dict[str, Any] | Release) -> None:
         if not self.is_open:
             raise LedgerError("the run has ended: its ledger takes no further releases. Start a new run.")
-        self.length += 1
-        line, self.head = _line(self.length, kind, _body_text(body), self.head)
-        self._pending.append(line)
+        self._noted.append((kind, body))
+
+    def _put_into_words(self) -> None:
+        """Lines are written when they are needed: not in a training step, which has better things to do."""
+        lines, head = [], self._head
+        for number, (kind, body) in enumerate(self._noted, start=self._length + 1):
+            text = _body_text(body.to_dict() if isinstance(body, Release) else body)
+            line, head = _line(number, kind, text, head)
+            lines.append(line)
+        self._pending += lines
+        self._length, self._head = self.length, head
+        self._noted.clear()
+
+    def _lines(self) -> str:
+        self._put_into_words()
+        return "".join(self._pending)
+
+    @property
+    def length(self) -> int:
+        """How many lines there are."""
+        return self._length + len(self._noted)
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line."""
+        self._put_into_words()
+        return self._head
 
     def commit(self) -> None:
         """Write and fsync everything noted so far."""
         self._last_commit = time.monotonic()
         if self.path is None:
+            self._put_into_words()
             self._pending.clear()
-        if self.path is None or not (self._pending or self._unsynced):
             return
-        data = "".join(self._pending).encode()
+        data = self._lines().encode()
+        if not (data or self._unsynced):
+            return
         with open(self.path, "ab") as file:
             if file.tell() != self._size:
                 raise LedgerError(

@@ -36,6 +36,7 @@ import torch
 
 from gradveil.errors import ConfigError
 from gradveil.kernels import native
+from gradveil.kernels.layers import layers
 
 
 class SecretKey:
@@ -268,6 +269,10 @@ def add_device_noise(
     grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float, generator: torch.Generator
 ) -> None:
     """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
+    library = layers()
+    if library is not None:
+        library.add_noise(list(grads), list(stds), divide_by, generator)
+        return
     sizes = [g.numel() for g in grads]
     draw = torch.randn(sum(sizes), device=grads[0].device, generator=generator)
     if len(set(stds)) > 1:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, make_groups
-from gradveil.kernels import native
+from gradveil.kernels import build, native
 
 needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
 
@@ -147,7 +147,7 @@ def test_the_kernel_runs_on_the_threads_of_torch():
 @needs_kernel
 def test_without_the_runtime_of_torch_the_kernel_starts_threads_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    own = native.Kernels(native._built(native._compiler(), "threads of its own"))
+    own = native.Kernels(native._built(build.compiler(), "threads of its own"))
     assert not own.shares_threads
     rows = torch.randn(64, 5000)
     assert torch.equal(own.row_squares(rows), native.kernels().row_squares(rows))

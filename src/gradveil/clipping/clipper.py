@@ -21,9 +21,11 @@ clipped when the backward pass ends.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +35,20 @@ from gradveil.clipping import on_cuda
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
+from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.support import check_module
-from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
+from gradveil.clipping.taps import SCALAR_OUTPUT, Followed, FunctionTap, ModelHook, tap_layer, tap_output
 from gradveil.clipping.units import Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
+from gradveil.clipping.watch import PythonWatch, Watch
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
-from gradveil.kernels import cuda
+from gradveil.kernels import cuda, programs
+from gradveil.kernels.layers import Layers, layers
 
 _ALL = slice(None)
+_numbers = itertools.count()
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
 
 
@@ -65,8 +71,14 @@ class Clipper:
         self._probe: dict[Unit, dict[int, set[int]]] | None = None
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
-        self._returned: dict[int, Tensor] = {}  # by id of the parameter: hashing a tensor takes a Python call
-        self._stamps: dict[int, tuple[int, int]] = {}  # where a gradient is, and how often it was written to
+        self._names = [name for unit in self.units for name in unit.names]
+        self._parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        self._layers = layers()  # None: everything in Python
+        self._number = self._layers.enter(self) if self._layers is not None else 0
+        self._watch_gradients: Watch = (
+            self._layers.watch(self._number) if self._layers is not None else PythonWatch(self.refuse)
+        )
+        self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
         self._quiet = False
         self._watch = OutputWatch()
         self._attach()
@@ -79,6 +91,7 @@ class Clipper:
     @bounds.setter
     def bounds(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
+        self._bounds_inside = [bound * inside(torch.float32) for bound in self._bounds]
         for kept in self._device_bounds.values():
             kept.set(self._bounds)
 
@@ -98,35 +111,44 @@ class Clipper:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
             unit.module.forward = Followed(self, unit, own)
-            for name, parameter in zip(unit.names, unit.parameters, strict=True):
-                self._handles.append(parameter.register_hook(self._only_ours(name, parameter)))
+            unit.slots = [self._watch_gradients.follow(parameter) for parameter in unit.parameters]
+            if self._layers is not None:
+                unit.native = native_layer(self._layers, unit, self._number, self._watch_gradients)
 
     def detach(self) -> None:
         """Leave the model as it was found."""
         for handle in self._handles:
             handle.remove()
+        if self._overridden:
+            for slot, parameter in enumerate(self._parameters):
+                self._watch_gradients.forget(parameter, slot)
         for module, own in self._overridden:
             del module.forward
             if own is not None:
                 module.forward = own
         self._handles, self._overridden = [], []
 
-    def _only_ours(self, name: str, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
-        place = id(parameter)
-
-        def check(grad: Tensor | None) -> None:
-            mine = self._returned.pop(place, None)
-            if grad is None:  # kept for the end of the pass
-                return
-            if mine is None or mine.data_ptr() != grad.data_ptr():
-                raise PrivacyViolation(
-                    f"parameter {name!r} got a gradient from a use outside its own module's forward, such as "
-                    "F.linear(x, layer.weight) or a penalty on the weights in the loss. That part is not clipped "
-                    "per example. Use the parameter only through its module; for a penalty, use the optimizer's "
-                    "weight_decay."
-                )
-
-        return check
+    def refuse(self, place: int, why: str) -> None:
+        """What a watch, or a layer in C++, has found: of parameter or unit number ``place``."""
+        if why == "stranger":
+            raise PrivacyViolation(
+                f"parameter {self._names[place]!r} got a gradient from a use outside its own module's forward, such as "
+                "F.linear(x, layer.weight) or a penalty on the weights in the loss. That part is not clipped "
+                "per example. Use the parameter only through its module; for a penalty, use the optimizer's "
+                "weight_decay."
+            )
+        if why == "scalar":
+            raise UnsupportedModelError(SCALAR_OUTPUT)
+        label = self.units[place].label
+        if why == "twice":
+            raise PrivacyViolation(
+                f"{label} was differentiated twice for the same batch (retain_graph, or two losses): each "
+                "example's contribution would add up to more than the clip bound. Add the losses, call backward once."
+            )
+        raise UnsupportedModelError(
+            f"{label} is used in two reentrant checkpoints: the first was clipped before the second was known "
+            "of. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
 
     # ---- the model's call
 
@@ -151,7 +173,24 @@ class Clipper:
             self._watch.model_checked = True
             self._check_model(module, args, kwargs, batch)
         self._current = Pass(batch, empty=False, padding=self.padding)
+        if self._layers is not None and self.padding is None and self.whitening is None:
+            self._follow_in_cpp(self._layers, self._current, tensors[0].device)
         return None
+
+    @property
+    def followed(self) -> Pass | None:
+        """The pass whose layers may run in C++, while the model is called."""
+        current = self._current
+        return None if current is None or current.native is None or self._quiet else current
+
+    def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
+        """Layers of this pass may run in C++: nothing is padded, and nothing whitened."""
+        number = next(_numbers)
+        self._passes[number] = current
+        on_device = self._bounds_on(device).inside if device.type == "cuda" else None
+        current.native = library.start_pass(
+            number, self._number, current.batch, len(self.units), self._bounds_inside, on_device
+        )
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._quiet or self._current is None:
@@ -174,7 +213,14 @@ class Clipper:
         return self._watch.wrap(output, current.batch)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
-        return tap_output(t, self, current, scale) if isinstance(t, Tensor) and t.requires_grad else t
+        if not isinstance(t, Tensor) or not t.requires_grad:
+            return t
+        if self._layers is not None and current.native is not None and type(t) is Tensor:
+            tapped = self._layers.output(t, current.native, scale)
+            node: Any = tapped.grad_fn
+            node.metadata["gradveil"] = current  # it lives as long as the graph that leads to it
+            return tapped
+        return tap_output(t, self, current, scale)
 
     def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
         """On the first batch: are examples apart, and which inputs of which units follow the batch?
@@ -205,6 +251,11 @@ class Clipper:
                 f"{unit.label} was called by itself, with gradients enabled. gradveil follows examples from the call "
                 "of the whole model: call model(x), or use torch.no_grad() to evaluate a part of it."
             )
+        layer = unit.native
+        if layer is not None and unit.rule is not None and current.native is not None and len(args) == 1 and not kwargs:
+            x = self._batched(unit, unit.rule, args[0], current.batch)
+            if layer.takes(x):
+                return layer.run(x, current.native, again)
         call = Call(unit, current, again=again)
         if unit.rule is None or len(args) + len(kwargs) != 1:
             run = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
@@ -244,36 +295,68 @@ class Clipper:
         """Take one use's gradients: clipped sums where they can be had at once, otherwise kept for the end."""
         current, unit = call.current, call.unit
         if call.done:
-            raise PrivacyViolation(
-                f"{unit.label} was differentiated twice for the same batch (retain_graph, or two losses): each "
-                "example's contribution would add up to more than the clip bound. Add the losses, call backward once."
-            )
+            self.refuse(unit.index, "twice")
         call.done = True
-        if unit in current.clipped:
-            raise UnsupportedModelError(
-                f"{unit.label} is used in two reentrant checkpoints: the first was clipped before the second was known "
-                "of. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        if current.was_clipped(unit):
+            self.refuse(unit.index, "checkpoints")
+        sums = self._sums(unit, use, current)
+        return [None] * len(unit.parameters) if sums is None else list(sums)
+
+    def collect_elsewhere(
+        self, current: int, unit: int, x: Tensor, weight: Tensor, kept: list[Tensor], g: Tensor
+    ) -> list[Tensor]:
+        """As :meth:`collect`, for a layer in C++ whose case is not the ordinary one; empty where it was kept."""
+        found, of_pass = self.units[unit], self._passes.get(current)
+        if of_pass is None:
+            raise PrivacyViolation(
+                f"{found.label} was differentiated from something other than the model's output: gradveil follows a "
+                "pass from the output of the whole model. Return from forward() what the loss is computed from."
             )
-        if unit.whole_groups and current.uses(unit) == 1:
-            current.clipped.add(unit)
-            sums = self._kernel_sums(unit, use, current)
-            if sums is None:
-                sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
-            sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
-            for parameter, total in zip(unit.parameters, sums, strict=True):
-                self._returned[id(parameter)] = total
-            return list(sums)
-        current.kept.append((unit, use))
-        return [None] * len(unit.parameters)
+        rule, layer = found.rule, found.native
+        assert rule is not None and layer is not None
+        needs = (False, True, len(found.parameters) == 2)
+        if not x.is_cuda or not cuda.available():
+            return self._sums(found, rule.backward(x, weight, tuple(kept), g, needs)[1], of_pass) or []
+        bounds = self._bounds_on(x.device).inside
+        with programs.recording([x, g, bounds, of_pass.flags(x.device), *kept]) as recorder:
+            sums = self._sums(found, rule.backward(x, weight, tuple(kept), g, needs)[1], of_pass)
+        if recorder.program is not None:
+            layer.learn(x, g, recorder.program)
+        return sums or []
+
+    def _sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
+        """The clipped sums of a use, or None where they wait for the end of the pass."""
+        if not unit.whole_groups or current.uses(unit) != 1:
+            current.kept.append((unit, use))
+            return None
+        current.set_clipped(unit)
+        sums = self._kernel_sums(unit, use, current)
+        if sums is None:
+            sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
+        sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
+        for slot, total in zip(unit.slots, sums, strict=True):
+            self._watch_gradients.expect(slot, total)
+        return sums
+
+    def differentiated(self, current: int, done: bool) -> None:
+        """The backward pass of a pass in C++ begins, or is done."""
+        of_pass = self._passes[current]
+        if done:
+            self._finish(of_pass)
+        else:
+            self._note_backward(of_pass)
 
     def start_backward(self, current: Pass) -> None:
         """The gradient has reached the model's output: the backward pass of ``current`` begins."""
+        self._note_backward(current)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
+
+    def _note_backward(self, current: Pass) -> None:
         self._differentiated = current
         if not current.differentiated:
             current.differentiated = True
             self.harvest.passes += 1
             self.harvest.examples += 0 if current.empty else current.batch
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
 
     def _finish(self, current: Pass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
@@ -292,30 +375,29 @@ class Clipper:
                     for parameter, total in zip(unit.parameters, sums, strict=True):
                         total = total.to(parameter.dtype)
                         parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
-        for unit in self.units:
-            for parameter in unit.parameters:
-                grad = parameter.grad
-                if grad is not None:
-                    self._stamps[id(parameter)] = (grad.data_ptr(), grad._version)
-        if current.lost is not None and not current.empty:
-            self.harvest.lost.append(current.lost)
+        self._watch_gradients.stamp()
+        lost = current.lost_examples()
+        if lost is not None and not current.empty:
+            self.harvest.lost.append(lost)
+        if current.native is not None:
+            device = self._parameters[0].device
+            bounds = self._bounds_on(device).exact_of if device.type == "cuda" else self.bounds
+            self.harvest.note_pass(current.native, bounds)
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""
         self.harvest = Harvest(len(self.groups))
-        self._stamps.clear()
+        self._watch_gradients.clear_stamps()
 
     def check_untouched(self) -> None:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
-        for unit in self.units:
-            for name, parameter in zip(unit.names, unit.parameters, strict=True):
-                grad = parameter.grad
-                if grad is not None and self._stamps.get(id(parameter)) != (grad.data_ptr(), grad._version):
-                    raise PrivacyViolation(
-                        f"the gradient of {name!r} was changed between backward() and step(), or set by hand: the sum "
-                        "of clipped gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and "
-                        "the like (every example is clipped already); change gradients after the noise."
-                    )
+        touched = self._watch_gradients.touched()
+        if touched >= 0:
+            raise PrivacyViolation(
+                f"the gradient of {self._names[touched]!r} was changed between backward() and step(), or set by hand: "
+                "the sum of clipped gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and "
+                "the like (every example is clipped already); change gradients after the noise."
+            )
 
     def _whitened(self, unit: Unit, use: Use) -> Use:
         if self.whitening is None:

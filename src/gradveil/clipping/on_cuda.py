@@ -8,12 +8,20 @@ from __future__ import annotations
 from gradveil.clipping.rules.conv import ConvUse
 from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
 from gradveil.clipping.uses import MaterialisedUse, Use
-from gradveil.kernels import cuda
+from gradveil.kernels import cuda, programs
 from gradveil.kernels.cuda import Clip, Clipped
 
 
 def clipped(use: Use, clip: Clip) -> Clipped | None:
     """Clipped sums of a use whose parameters are all in one group; None where no kernel fits."""
+    found = _clipped(use, clip)
+    recorder = programs.current()
+    if found is not None and recorder is not None:
+        recorder.finish(found.both, found.sums)
+    return found
+
+
+def _clipped(use: Use, clip: Clip) -> Clipped | None:
     if isinstance(use, LinearUse):
         return _linear(use, clip)
     if isinstance(use, ConvUse):

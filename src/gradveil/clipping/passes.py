@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +28,53 @@ class Pass:
         self.batch = batch
         self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
         self.present = padding.present if padding is not None else None  # which rows are examples; None: all
-        self.calls: dict[Unit, int] = {}  # in the forward pass
-        self.recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
-        self.clipped: set[Unit] = set()
+        self.native: Any = None  # the same pass in C++, where layers run there: it then keeps count of calls
+        self._calls: dict[Unit, int] = {}  # in the forward pass
+        self._recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
+        self._clipped: set[Unit] = set()
         self.kept: list[tuple[Unit, Use]] = []
         # (batch,) int32: 1 where an example was not finite in some group
-        self.lost: Tensor | None = padding.lost if padding is not None else None
+        self._lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
+
+    def count(self, unit: Unit, *, again: bool) -> None:
+        """A call of a unit, in the forward pass or again in the backward pass."""
+        if self.native is not None:
+            self.native.count(unit.index, again)
+        else:
+            counts = self._recalls if again else self._calls
+            counts[unit] = counts.get(unit, 0) + 1
 
     def uses(self, unit: Unit) -> int:
         """How often a unit is used. A checkpoint that keeps its graph calls a unit again without using it again."""
-        return max(self.calls.get(unit, 0), self.recalls.get(unit, 0))
+        if self.native is not None:
+            return int(self.native.uses(unit.index))
+        return max(self._calls.get(unit, 0), self._recalls.get(unit, 0))
+
+    def was_clipped(self, unit: Unit) -> bool:
+        return bool(self.native.was_clipped(unit.index)) if self.native is not None else unit in self._clipped
+
+    def set_clipped(self, unit: Unit) -> None:
+        if self.native is not None:
+            self.native.set_clipped(unit.index)
+        else:
+            self._clipped.add(unit)
 
     def flags(self, device: torch.device) -> Tensor:
         """Where examples that were not finite are flagged."""
-        if self.lost is None:
-            self.lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
-        return self.lost
+        if self.native is not None:
+            found: Tensor = self.native.flags(torch.empty(0, device=device))
+            return found
+        if self._lost is None:
+            self._lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
+        return self._lost
+
+    def lost_examples(self) -> Tensor | None:
+        """The flags, where something may have been flagged."""
+        if self.native is not None:
+            found: Tensor | None = self.native.lost_examples()
+            return found
+        return self._lost
 
 
 class Call:
@@ -51,8 +82,7 @@ class Call:
 
     def __init__(self, unit: Unit, current: Pass, *, again: bool) -> None:
         self.unit, self.current, self.done = unit, current, False
-        counts = current.recalls if again else current.calls
-        counts[unit] = counts.get(unit, 0) + 1
+        current.count(unit, again=again)
 
 
 class Harvest:
@@ -66,7 +96,8 @@ class Harvest:
         self.examples = 0
         self.passes = 0
         self.lost: list[Tensor] = []  # flags of the examples that were dropped in some group, a tensor per pass
-        self._noted: list[list[tuple[Tensor, Tensor, float | Tensor]]] = [[] for _ in range(groups)]
+        self._of_group: list[list[tuple[Tensor, Tensor, float | Tensor]]] = [[] for _ in range(groups)]
+        self._of_passes: list[tuple[Any, Sequence[float | Tensor]]] = []  # passes in C++, not looked into yet
 
     @property
     def not_finite(self) -> int:
@@ -75,11 +106,22 @@ class Harvest:
 
     def note(self, group: int, norms: Tensor, weights: Tensor, bound: float | Tensor) -> None:
         """Norms before clipping, and the weights that clip them to ``bound``."""
-        self._noted[group].append((norms, weights, bound))
+        self._of_group[group].append((norms, weights, bound))
+
+    def note_pass(self, native: Any, bounds: Sequence[float | Tensor]) -> None:
+        """What a pass in C++ has noted, and the bound of each group."""
+        self._of_passes.append((native, bounds))
+
+    def _noted(self, group: int) -> list[tuple[Tensor, Tensor, float | Tensor]]:
+        passes, self._of_passes = self._of_passes, []
+        for native, bounds in passes:
+            for place, (norms, weights) in native.notes():
+                self.note(place, norms, weights, bounds[place])
+        return self._of_group[group]
 
     def largest_norm(self, group: int) -> Tensor | None:
         """The largest norm after clipping, on the device; None without examples."""
-        found = [(norms * weights).nan_to_num(0.0).max() for norms, weights, _ in self._noted[group] if len(norms)]
+        found = [(norms * weights).nan_to_num(0.0).max() for norms, weights, _ in self._noted(group) if len(norms)]
         return torch.stack(found).max() if found else None
 
     def largest(self, group: int) -> float:
@@ -89,7 +131,7 @@ class Harvest:
 
     def within(self, group: int) -> Tensor | None:
         """How many examples had a norm within the bound before clipping, on the device; None without examples."""
-        found = [((norms <= bound) & (weights > 0)).sum() for norms, weights, bound in self._noted[group]]
+        found = [((norms <= bound) & (weights > 0)).sum() for norms, weights, bound in self._noted(group)]
         return torch.stack(found).sum() if found else None
 
     def count_within(self, group: int) -> int:
@@ -103,9 +145,9 @@ class DeviceBounds:
 
     def __init__(self, bounds: Sequence[float], device: torch.device) -> None:
         self._exact = torch.empty(len(bounds), dtype=torch.float64, device=device)
-        self._inside = torch.empty(len(bounds), dtype=torch.float32, device=device)
+        self.inside = torch.empty(len(bounds), dtype=torch.float32, device=device)
         self.exact_of = self._exact.unbind()
-        self.inside_of = self._inside.unbind()  # rounding margin taken off
+        self.inside_of = self.inside.unbind()  # rounding margin taken off
         self._held: tuple[float, ...] = ()
         self.set(bounds)
 
@@ -115,7 +157,7 @@ class DeviceBounds:
         self._held = tuple(bounds)
         values = torch.tensor(self._held, dtype=torch.float64, pin_memory=self._exact.is_cuda)
         self._exact.copy_(values, non_blocking=True)
-        self._inside.copy_(self._exact * inside(torch.float32))
+        self.inside.copy_(self._exact * inside(torch.float32))
 
 
 def inside(dtype: torch.dtype) -> float:

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from gradveil.clipping.passes import Call, Pass
 
 
+SCALAR_OUTPUT = (
+    "the model returned a scalar and the loss was computed from it: how the examples of the batch enter a number that "
+    "was made inside the model cannot be checked (a mean over the labels that are not ignored, or a contrastive loss, "
+    "would undo the bound on each example). Return outputs with the examples along the first dimension, such as "
+    "logits, and compute the loss from them outside the model."
+)
+
+
 class OutputTap(torch.autograd.Function):
     """The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss."""
 
@@ -32,12 +40,7 @@ class OutputTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if g.dim() == 0 and ctx.current.batch > 1:
-            raise UnsupportedModelError(
-                "the model returned a scalar and the loss was computed from it: how the examples of the batch enter a "
-                "number that was made inside the model cannot be checked (a mean over the labels that are not ignored, "
-                "or a contrastive loss, would undo the bound on each example). Return outputs with the examples along "
-                "the first dimension, such as logits, and compute the loss from them outside the model."
-            )
+            raise UnsupportedModelError(SCALAR_OUTPUT)
         ctx.clipper.start_backward(ctx.current)
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
 
@@ -131,8 +134,15 @@ class Followed:
         self.run = _uncompiled(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run if _compiler_at_work() else self._run
-        return run(*args, **kwargs)
+        if _compiler_at_work():
+            return self.run(*args, **kwargs)
+        layer, current = self.unit.native, self.clipper.followed
+        if layer is not None and current is not None and len(args) == 1 and not kwargs:
+            # The ordinary call of an ordinary layer, without further ado: small layers feel every call.
+            x, sizes = args[0], self.unit.inputs.get(0, "examples")
+            if x.shape[0] == current.batch and sizes == "examples" and layer.takes(x) and torch.is_grad_enabled():
+                return layer.run(x, current.native, False)
+        return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)

@@ -11,6 +11,7 @@ A unit is the smallest module that sees all uses of its parameters:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -18,6 +19,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from gradveil.clipping.groups import Group
 from gradveil.clipping.rules import LayerRule, find
 from gradveil.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from gradveil.clipping.native_layers import NativeLayer
 
 
 @dataclass(eq=False)
@@ -34,6 +38,9 @@ class Unit:
     # How the first dimension of each flat input follows the batch, learned on the first batch of more than one example:
     # "examples" (it is the batch), "shared" (it does not change with the batch), "other" (neither).
     inputs: dict[int, str] = field(default_factory=dict)
+    index: int = 0  # among the units of its model
+    slots: list[int] = field(default_factory=list)  # of its parameters, in the watch over gradients
+    native: NativeLayer | None = None  # the layer in C++, where its kind is known there
 
     @property
     def label(self) -> str:
@@ -68,7 +75,8 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
         unit.names.append(name)
         unit.parameters.append(parameter)
         unit.group_of.append(group_index[name])
-    for unit in units.values():
+    for index, unit in enumerate(units.values()):
+        unit.index = index
         names = set(unit.names)
         unit.whole_groups = all(names.issuperset(groups[g].parameters) for g in set(unit.group_of))
     return list(units.values())

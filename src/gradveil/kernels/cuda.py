@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.kernels import programs
+
 try:
     from gradveil.kernels import _triton
 except ImportError:  # CPU builds of torch come without Triton
@@ -47,8 +49,15 @@ class Clipped:
     """Clipped sums (one per parameter), norms before clipping and weights per example."""
 
     sums: list[Tensor]
-    norms: Tensor
-    weights: Tensor
+    both: Tensor  # (2, B): norms, weights
+
+    @property
+    def norms(self) -> Tensor:
+        return self.both[0]
+
+    @property
+    def weights(self) -> Tensor:
+        return self.both[1]
 
 
 def available() -> bool:
@@ -70,9 +79,28 @@ def usable(*tensors: Tensor) -> bool:
 GRADIENT_ELEMENTS = 1 << 23
 
 
-def _outputs(examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.empty(2, examples, dtype=torch.float32, device=device)
-    return both[0], both[1]
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    compiled = kernel[grid](*arguments, **constants)
+    recorder = programs.current()
+    if recorder is not None:
+        recorder.launch(compiled, grid, arguments)
+
+
+def _empty(*shape: int, device: torch.device) -> Tensor:
+    made = torch.empty(shape, dtype=torch.float32, device=device)
+    recorder = programs.current()
+    if recorder is not None:
+        recorder.empty(made)
+    return made
+
+
+def _sum(of: Tensor, rows: int, columns: int, dim: int) -> Tensor:
+    """The sum over one dimension of a tensor seen as (rows, columns), in float32."""
+    made = of.view(rows, columns).sum(dim, dtype=torch.float32)
+    recorder = programs.current()
+    if recorder is not None:
+        recorder.sum(made, rows, columns, dim, of)
+    return made
 
 
 def _pieces(size: int, block: int) -> int:
@@ -95,7 +123,8 @@ def _add_weighted(
     examples, size1, size2 = len(first), first[0].numel(), second[0].numel()
     block = _block(size1, 128)
     blocks1, two = _pieces(size1, block), len(rows) == 2
-    _triton.weighted_columns[(blocks1 + (_pieces(size2, block) if two else 0),)](
+    _launch(
+        _triton.weighted_columns, (blocks1 + (_pieces(size2, block) if two else 0),),
         first, second, weights, out[0], out[-1], examples, size1, size2, blocks1, *(turned or (1, 1)),
         TWO=two, ADD=add, TURN=turned is not None, BLOCK_B=_block(examples, 32), BLOCK_P=block, num_warps=4,
     )  # fmt: skip
@@ -105,30 +134,32 @@ def clip_rows(grads: Sequence[Tensor], clip: Clip) -> Clipped:
     """Per-example gradients (B, *P) of one or two parameters, clipped together."""
     first, second, two = grads[0].contiguous(), grads[-1].contiguous(), len(grads) == 2
     examples, size1, size2 = len(first), first[0].numel(), second[0].numel()
-    norms, weights = _outputs(examples, first.device)
-    _triton.row_weights[(examples,)](
-        first, second, size1, size2, clip.bound, clip.present, norms, weights, clip.lost,
+    both = _empty(2, examples, device=first.device)
+    _launch(
+        _triton.row_weights, (examples,),
+        first, second, size1, size2, clip.bound, clip.present, both[0], both[1], clip.lost,
         TWO=two, HAS_PRESENT=clip.present is not None, BLOCK=_block(size1, 2048), num_warps=4,
     )  # fmt: skip
     rows = [first, second] if two else [first]
-    sums = [torch.empty(g.shape[1:], dtype=torch.float32, device=g.device) for g in rows]
-    _add_weighted(rows, weights, sums, add=False)
-    return Clipped(sums, norms, weights)
+    sums = [_empty(*g.shape[1:], device=g.device) for g in rows]
+    _add_weighted(rows, both[1], sums, add=False)
+    return Clipped(sums, both)
 
 
 def clip_rank_one(x_BD: Tensor, g_BO: Tensor, clip: Clip, *, weight: bool, bias: bool) -> Clipped:
     """A linear layer on one position per example."""
     x, g = x_BD.contiguous(), g_BO.contiguous()
     examples, inputs, outputs = len(x), x.shape[1], g.shape[1]
-    norms, weights = _outputs(examples, x.device)
-    g_out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    x_out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if weight else g_out
-    _triton.rank_one[(examples,)](
-        x, g, x_out, g_out, inputs, outputs, clip.bound, clip.present, norms, weights, clip.lost,
+    both = _empty(2, examples, device=x.device)
+    g_out = _empty(*g.shape, device=g.device)
+    x_out = _empty(*x.shape, device=x.device) if weight else g_out
+    _launch(
+        _triton.rank_one, (examples,),
+        x, g, x_out, g_out, inputs, outputs, clip.bound, clip.present, both[0], both[1], clip.lost,
         HAS_WEIGHT=weight, HAS_BIAS=bias, HAS_PRESENT=clip.present is not None,
         BLOCK=_block(max(inputs, outputs), 1024), num_warps=4,
     )  # fmt: skip
-    return Clipped(_contracted(x_out, g_out, weight=weight, bias=bias), norms, weights)
+    return Clipped(_contracted(x_out, g_out, weight=weight, bias=bias), both)
 
 
 def clip_gram(x_BTD: Tensor, g_BTO: Tensor, clip: Clip, *, weight: bool, bias: bool) -> Clipped:
@@ -138,24 +169,26 @@ def clip_gram(x_BTD: Tensor, g_BTO: Tensor, clip: Clip, *, weight: bool, bias: b
     outputs = g.shape[2]
     tile = 64 if positions > 256 else 32 if positions > 16 else 16
     tiles = _pieces(positions, tile)
-    partials = torch.empty(examples * tiles * (tiles + 1), dtype=torch.float32, device=x.device)
+    partials = _empty(examples * tiles * (tiles + 1), device=x.device)
     shares, lengths = partials[: examples * tiles * tiles], partials[examples * tiles * tiles :]
-    _triton.gram_partials[(examples, tiles, tiles)](
+    _launch(
+        _triton.gram_partials, (examples, tiles, tiles),
         x, g, shares, lengths, positions, inputs, outputs, tiles,
         HAS_WEIGHT=weight, HAS_BIAS=bias, BLOCK_T=tile, BLOCK_D=32, num_warps=4,
     )  # fmt: skip
-    norms, weights = _outputs(examples, x.device)
-    g_out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    x_out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if weight else g_out
+    both = _empty(2, examples, device=x.device)
+    g_out = _empty(*g.shape, device=g.device)
+    x_out = _empty(*x.shape, device=x.device) if weight else g_out
     x_size, g_size = positions * inputs, positions * outputs
     pieces = min(64, _pieces(max(x_size, g_size), 4096))
-    _triton.gram_scale[(examples, pieces)](
+    _launch(
+        _triton.gram_scale, (examples, pieces),
         x, g, x_out, g_out, shares, lengths, x_size, g_size, tiles, 32.0 * torch.finfo(torch.float32).eps,
-        clip.bound, clip.present, norms, weights, clip.lost,
+        clip.bound, clip.present, both[0], both[1], clip.lost,
         HAS_WEIGHT=weight, HAS_PRESENT=clip.present is not None,
         TILES=_block(tiles, 1 << 20), PAIRS=_block(tiles * tiles, 1 << 20), BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    return Clipped(_contracted(x_out.flatten(0, 1), g_out.flatten(0, 1), weight=weight, bias=bias), norms, weights)
+    return Clipped(_contracted(x_out.flatten(0, 1), g_out.flatten(0, 1), weight=weight, bias=bias), both)
 
 
 def _contracted(x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> list[Tensor]:
@@ -168,7 +201,10 @@ def _contracted(x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> list[Tenso
         found.append(torch.mm(g.t(), x))
         if rounds:
             torch.backends.cuda.matmul.allow_tf32 = True
-    return found + ([g.sum(0)] if bias else [])
+        recorder = programs.current()
+        if recorder is not None:
+            recorder.product(found[0], g, x)
+    return found + ([_sum(g, len(g), g.shape[1], 0)] if bias else [])
 
 
 def clip_convolution(
@@ -195,33 +231,36 @@ def clip_convolution(
     tile = _tile(outputs, size, pixels)
     tiles_o, tiles_n = _pieces(outputs, tile.outputs), _pieces(size, tile.columns)
     tiles = tiles_o * tiles_n
-    norms, weights = _outputs(examples, field.device)
-    sums = [torch.empty(all_outputs, channels, *kernel, dtype=torch.float32, device=field.device)]
+    both = _empty(2, examples, device=field.device)
+    norms, weights = both[0], both[1]
+    sums = [_empty(all_outputs, channels, *kernel, device=field.device)]
     if bias:
-        sums.append(torch.empty(all_outputs, dtype=torch.float32, device=field.device))
+        sums.append(_empty(all_outputs, device=field.device))
     at_once = max(1, min(examples, GRADIENT_ELEMENTS // (all_outputs * size)))
+    padded, g = _padded_channels_last(field, padding), map_.contiguous()
+    biases = _sum(g, examples * all_outputs, pixels, 1).view(examples, all_outputs) if bias else None
+    all_grads = _empty(at_once, all_outputs, size, device=field.device)
+    partials = _empty(at_once, groups * tiles, device=field.device)
     for start in range(0, examples, at_once):
         part = slice(start, min(start + at_once, examples))
         count = part.stop - part.start
-        padded, g = _padded_channels_last(field[part], padding), map_[part].contiguous()
-        grads = torch.empty(count, all_outputs, size, dtype=torch.float32, device=field.device)
-        rows = [grads, g.sum((2, 3), dtype=torch.float32)] if bias else [grads]
-        partials = torch.empty(count, groups * tiles, dtype=torch.float32, device=field.device)
-        _triton.conv_gradients[(count * tiles, groups)](
-            padded, g, grads, partials,
+        grads = all_grads[:count]
+        _launch(
+            _triton.conv_gradients, (count * tiles, groups), padded[part], g[part], grads, partials,
             channels, outputs, padded.shape[1], padded.shape[2], map_width, pixels, taps, kernel[1],
             *stride, *dilation, tiles_o, tiles_n,
             PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
             BLOCK_O=tile.outputs, BLOCK_N=tile.columns, BLOCK_L=tile.pixels, num_warps=tile.warps, num_stages=3,
         )  # fmt: skip
+        rows = [grads] if biases is None else [grads, biases[part]]
         present = None if clip.present is None else clip.present[part]
-        _triton.partial_weights[(count,)](
-            partials, rows[-1], groups * tiles, all_outputs,
+        _launch(
+            _triton.partial_weights, (count,), partials, rows[-1], groups * tiles, all_outputs,
             clip.bound, present, norms[part], weights[part], clip.lost[part],
             HAS_ROWS=bias, HAS_PRESENT=clip.present is not None, BLOCK=_block(groups * tiles, 1 << 20), num_warps=1,
         )  # fmt: skip
         _add_weighted(rows, weights[part], sums, add=start > 0, turned=(channels, taps))
-    return Clipped(sums, norms, weights)
+    return Clipped(sums, both)
 
 
 @dataclass(frozen=True)
@@ -242,9 +281,10 @@ def _tile(outputs: int, columns: int, pixels: int) -> _Tile:
 def _padded_channels_last(x: Tensor, padding: Sequence[int]) -> Tensor:
     count, channels, height, width = x.shape
     shape = (count, height + 2 * padding[0], width + 2 * padding[1], channels)
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    out = _empty(*shape, device=x.device)
     block_c, block_w = _block(channels, 32), _block(shape[2], 32)
-    _triton.padded_channels_last[(count * shape[1], _pieces(shape[2], block_w), _pieces(channels, block_c))](
+    _launch(
+        _triton.padded_channels_last, (count * shape[1], _pieces(shape[2], block_w), _pieces(channels, block_c)),
         x, out, channels, height, width, shape[1], shape[2], *x.stride(), *padding,
         BLOCK_C=block_c, BLOCK_W=block_w, num_warps=4,
     )  # fmt: skip
@@ -268,13 +308,13 @@ _NOISE_BLOCK = 1024
 
 def add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float) -> None:
     """g becomes (g + std z) / divide_by for all gradients of a table on the device, in one launch."""
-    _triton.noise_on_gradients[(len(table),)](table, noise, std, divide_by, BLOCK=_NOISE_BLOCK, num_warps=4)
+    _launch(_triton.noise_on_gradients, (len(table),), table, noise, std, divide_by, BLOCK=_NOISE_BLOCK, num_warps=4)
 
 
 def sum_up(losses: Tensor, present: Tensor, flags: Tensor, lost: Tensor) -> Tensor:
     """The sum of the losses that are present. The number of flags is added to ``lost``, and they are cleared."""
     total = torch.empty((), dtype=torch.float32, device=losses.device)
-    _triton.sum_up[(1,)](losses, present, flags, total, lost, flags.numel(), BLOCK=1024, num_warps=4)
+    _launch(_triton.sum_up, (1,), losses, present, flags, total, lost, flags.numel(), BLOCK=1024, num_warps=4)
     return total
 
 
@@ -283,8 +323,9 @@ def channel_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     x, g = x.contiguous(), g.contiguous()
     examples, channels = x.shape[:2]
     pixels = x[0, 0].numel()
-    both = torch.empty(2, examples, channels, dtype=torch.float32, device=x.device)
-    _triton.channel_moments[(examples * channels,)](
+    both = _empty(2, examples, channels, device=x.device)
+    _launch(
+        _triton.channel_moments, (examples * channels,),
         x, g, mean, rstd, both[0], both[1], pixels, channels, channels // mean.shape[1],
         BLOCK=_block(pixels, 1024), num_warps=4 if pixels > 256 else 1,
     )  # fmt: skip
@@ -296,8 +337,20 @@ def feature_moments(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     x, g = x.contiguous(), g.contiguous()
     examples, features = len(x), x.shape[-1]
     positions = x.numel() // max(1, examples * features)
-    both = torch.empty(2, examples, features, dtype=torch.float32, device=x.device)
-    _triton.feature_moments[(examples, _pieces(features, 64))](
-        x, g, mean, rstd, both[0], both[1], positions, features, BLOCK_T=_block(positions, 32), BLOCK_D=64, num_warps=4
+    both = _empty(2, examples, features, device=x.device)
+    _launch(
+        _triton.feature_moments,
+        (examples, _pieces(features, 64)),
+        x,
+        g,
+        mean,
+        rstd,
+        both[0],
+        both[1],
+        positions,
+        features,
+        BLOCK_T=_block(positions, 32),
+        BLOCK_D=64,
+        num_warps=4,
     )
     return both[0], both[1]

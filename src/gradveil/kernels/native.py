@@ -11,12 +11,8 @@ threads of their own.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_long, c_uint32, c_void_p
 from dataclasses import dataclass
@@ -26,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradveil.kernels import build
 
 _HERE = Path(__file__).parent
 SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_norms.cpp", "_noise.cpp"))
@@ -125,6 +123,7 @@ class Kernels:
     """The compiled functions. All tensors are float32 on the CPU, see :func:`usable`."""
 
     def __init__(self, library: Path) -> None:
+        self.library = library
         self._library = ctypes.CDLL(str(library))
         for name, (returns, takes) in _SIGNATURES.items():
             function = getattr(self._library, name)
@@ -362,20 +361,11 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradveil"
-
-
-def _compiler() -> str | None:
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-
-
 @lru_cache(maxsize=1)
 def _load() -> tuple[Kernels | None, str]:
     if os.environ.get("GRADVEIL_NATIVE", "1") == "0":
         return None, "PyTorch (GRADVEIL_NATIVE=0)"
-    compiler = _compiler()
+    compiler = build.compiler()
     if compiler is None:
         return None, "PyTorch (no C++ compiler found)"
     reason = ""
@@ -383,45 +373,23 @@ def _load() -> tuple[Kernels | None, str]:
         try:
             kernels = Kernels(_built(compiler, threads))
         except (OSError, subprocess.SubprocessError, AttributeError) as error:
-            reason = str(getattr(error, "stderr", None) or error).strip().replace(str(Path.home()), "~")
+            reason = build.why(error)
         else:
             return kernels, f"native C++, {kernels.vector_bits}-bit vectors, {threads}"
-    return None, f"PyTorch (the C++ kernel could not be built: {(reason.splitlines() or ['no reason given'])[0][:120]})"
+    return None, f"PyTorch (the C++ kernel could not be built: {reason})"
 
 
 def _built(compiler: str, threads: str) -> Path:
-    """The compiled library, from the cache or made now; whole or not there at all."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     to_compile, to_link = _THREADS[threads]
-    text = [path.read_text() for path in (_HEADER, *SOURCES)]
-    told = "\n".join([*text, " ".join([*FLAGS, *to_compile, *to_link]), version, platform.machine(), _cpu_flags()])
-    name = f"kernels-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
-    directory = _cache_directory()
-    library = directory / name
-    if library.exists():
-        return library
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        made = Path(scratch) / name
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
-        for source, compiled in zip(SOURCES, objects, strict=True):
-            _run([compiler, *FLAGS, *to_compile, "-c", "-o", compiled, str(source)])
-        _run([compiler, "-shared", *to_link, "-o", str(made), *objects])
-        os.replace(made, library)
-    return library
+    return build.library(
+        compiler, "kernels", SOURCES, header=_HEADER, compile_with=(*FLAGS, *to_compile), link_with=to_link
+    )
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-
-
-def _cpu_flags() -> str:
-    """What -march=native looks at: a cache that is shared between machines must not mix their code."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+def library() -> Path | None:
+    """Where the compiled kernels are, for others to link to."""
+    loaded = kernels()
+    return None if loaded is None else loaded.library
 
 
 def kernels() -> Kernels | None:

@@ -1,0 +1,87 @@
+"""Which layers have their autograd node in C++ (kernels/layers.py), and when a call may go there.
+
+Only kinds that C++ knows, all of whose parameters train; a call goes there in plain float32. Everything else goes
+through :class:`~gradveil.clipping.taps.LayerTap`, with the same result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.clipping import performance
+from gradveil.clipping.rules.conv import ConvRule
+from gradveil.clipping.rules.linear import LinearRule
+from gradveil.clipping.rules.norm import GroupNormRule, LayerNormRule
+from gradveil.clipping.units import Unit
+from gradveil.clipping.watch import Watch
+from gradveil.kernels import layers as kinds
+from gradveil.kernels.layers import Layers
+
+
+class NativeLayer:
+    """One unit's layer in C++."""
+
+    def __init__(self, library: Layers, unit: Unit, in_cpp: Any, *, on_cpu: bool) -> None:
+        self._rule: Any = unit.rule
+        self._on_cpu, self._least_dims = on_cpu, unit.rule.least_dims if unit.rule is not None else 2
+        self._own = unit.module._parameters
+        self._run, self.in_cpp = library.run, in_cpp
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this call is of the ordinary kind."""
+        return (
+            x.dtype is torch.float32
+            and x.dim() >= self._least_dims
+            and (self._on_cpu or x.is_cuda)
+            and performance.settings().formula == "auto"
+            and not torch.is_autocast_enabled(x.device.type)
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+    def run(self, x: Tensor, current: Any, again: bool) -> Tensor:
+        own = self._own
+        return self._run(self._rule.prepare(x), own["weight"], own.get("bias"), self.in_cpp, current, again)
+
+    def learn(self, x: Tensor, g: Tensor, program: list[int]) -> None:
+        """What the kernels do for inputs of these shapes (kernels/programs.py)."""
+        rounds = torch.backends.cudnn.allow_tf32
+        self.in_cpp.learn([*x.shape, *x.stride(), *g.shape, int(rounds)], program)
+
+
+def native_layer(library: Layers, unit: Unit, clipper: int, watch: Watch) -> NativeLayer | None:
+    """The layer in C++; None where it stays in Python."""
+    rule, own = unit.rule, unit.module._parameters
+    if rule is None or len(set(unit.group_of)) != 1:
+        return None
+    weight, bias = own["weight"], own.get("bias")
+    trained = [p for p in (weight, bias) if p is not None]
+    if weight is None or len(trained) != len(unit.parameters) or weight.dtype is not torch.float32:
+        return None
+    geometry = _geometry(rule)
+    if geometry is None:
+        return None
+    kind, on_cpu, numbers, many, eps = geometry
+    in_cpp = library.layer(
+        kind, clipper, unit.index, unit.group_of[0], unit.whole_groups, bias is not None, on_cpu, numbers, many, eps,
+        watch, unit.slots,
+    )  # fmt: skip
+    return NativeLayer(library, unit, in_cpp, on_cpu=on_cpu)
+
+
+def _geometry(rule: Any) -> tuple[int, bool, list[int], int, float] | None:
+    """Kind, whether the CPU's kernels take it, and what there is to know of it besides its parameters."""
+    m = rule.module
+    if type(rule) is LinearRule:
+        return kinds.LINEAR, True, [], 1, 0.0
+    if type(rule) is ConvRule and rule.dims == 2:
+        # A larger gradient may have a shorter way than being formed (see choose_formula): Python knows it.
+        formed = m.groups != 1 or m.weight.numel() <= performance.settings().cached_elements
+        return kinds.CONVOLUTION, formed, [*m.stride, *rule.padding, *m.dilation], m.groups, 0.0
+    if type(rule) is GroupNormRule:
+        return kinds.GROUP_NORM, False, [], m.num_groups, m.eps
+    if type(rule) is LayerNormRule:
+        return kinds.LAYER_NORM, False, list(m.normalized_shape), 1, m.eps
+    return None

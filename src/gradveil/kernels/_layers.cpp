@@ -1,0 +1,615 @@
+// Followed layers without Python: their forward, their backward, and the clipped sums of their parameters.
+//
+// A layer's autograd node lives here so that a small layer is not slowed down by interpreting Python. What is decided
+// here is only the ordinary case: a float32 layer that holds its whole clipping group, used once in the pass,
+// differentiated once, with a kernel that fits. In every other case the node hands over to Python (gradveil::collect),
+// where all cases are known; so do refusals (gradveil::refuse).
+//
+// On the CPU the kernels are those of _native.cpp. On a GPU the layer replays launches that Python has recorded for
+// the same shapes (recording.py): the same kernels, with this call's addresses.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <vector>
+
+using at::Tensor;
+using c10::intrusive_ptr;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+typedef std::vector<int64_t> Ints;
+
+// ---- the CPU's kernels (_native.cpp)
+
+struct ConvShape {
+    int values[15];
+};
+extern "C" {
+long gradveil_conv2d(const float*, const float*, long, const ConvShape*, int, double, int, float*, float*, double*,
+                     double*, float*, float*);
+void gradveil_conv2d_fold(const float*, long, long, long, long, float*);
+long gradveil_linear_clip(const float*, const float*, long, long, int, int, int, double, int, float*, float*, double*,
+                          double*);
+long gradveil_rank_one_clip(const float*, const float*, long, long, long, int, int, double, int, float*, float*,
+                            double*, double*);
+}
+
+static const int64_t LANES = 16, WORTH_A_THREAD = 1 << 16;  // as in native.py
+
+static int workers_for(int64_t elements, int64_t most) {
+    return (int)std::max<int64_t>(1, std::min<int64_t>({at::get_num_threads(), most, elements / WORTH_A_THREAD}));
+}
+
+static int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+// ---- handing over to Python
+
+static void refuse(int64_t clipper, int64_t unit, const char* why) {
+    static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::refuse", "");
+    torch::jit::Stack stack{clipper, unit, std::string(why)};
+    op.callBoxed(stack);
+    TORCH_CHECK(false, "gradveil refused a gradient: ", why);  // Python has raised its own error before this
+}
+
+// ---- gradients on their way to .grad, and what they are when step() looks at them again
+
+// Every parameter has a hook that lets only the clipped sum through, and a stamp that shows whether .grad was changed.
+struct Watch : torch::CustomClassHolder {
+    explicit Watch(int64_t clipper) : clipper(clipper) {}
+
+    // A number for the parameter; the hook is taken off by forget().
+    int64_t follow(const Tensor& parameter) {
+        const int64_t slot = (int64_t)followed.size();
+        const c10::weak_intrusive_ptr<Watch> weak(intrusive_ptr<Watch>::unsafe_reclaim_from_nonowning(this));
+        const unsigned hook = parameter.register_hook([weak, slot](const Tensor& grad) -> Tensor {
+            if (auto self = weak.lock()) self->check(slot, grad);
+            return Tensor();
+        });
+        followed.push_back({c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                                parameter.getIntrusivePtr()), Tensor(), hook, NONE});
+        return slot;
+    }
+
+    void forget(const Tensor& parameter, int64_t slot) { parameter.remove_hook(followed.at(slot).hook); }
+
+    // The reference that is held until the hook has run keeps autograd from adding another gradient into this tensor.
+    void expect(int64_t slot, const Tensor& sum) { followed[slot].expected = sum; }
+
+    void stamp() {
+        for (Followed& f : followed) f.stamp = f.stamp_now();
+    }
+
+    void clear_stamps() {
+        for (Followed& f : followed) f.stamp = NONE;
+    }
+
+    // The first parameter whose .grad is not as it was stamped; -1: none.
+    int64_t touched() {
+        for (size_t i = 0; i < followed.size(); i++) {
+            const Stamp now = followed[i].stamp_now();
+            if (now != NONE && now != followed[i].stamp) return (int64_t)i;
+        }
+        return -1;
+    }
+
+   private:
+    typedef std::pair<const void*, int64_t> Stamp;  // where a gradient is, and how often it was written to
+    inline static const Stamp NONE{nullptr, -1};
+
+    struct Followed {
+        c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> parameter;  // the user's
+        Tensor expected;
+        unsigned hook;
+        Stamp stamp;
+
+        Stamp stamp_now() const {
+            const Tensor alive(parameter.lock());
+            if (!alive.defined() || !alive.grad().defined()) return NONE;
+            return Stamp(alive.grad().data_ptr(), alive.grad()._version());
+        }
+    };
+
+    void check(int64_t slot, const Tensor& grad) {
+        Tensor mine;
+        std::swap(mine, followed[slot].expected);
+        if (!grad.defined()) return;  // kept for the end of the pass
+        if (!mine.defined() || mine.data_ptr() != grad.data_ptr()) refuse(clipper, slot, "stranger");
+    }
+
+    const int64_t clipper;
+    std::vector<Followed> followed;
+};
+
+// ---- one pass through the model
+
+struct Pass : torch::CustomClassHolder {
+    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, std::vector<double> bounds,
+         std::optional<Tensor> device_bounds)
+        : number(number),
+          clipper(clipper),
+          batch(batch),
+          bounds(std::move(bounds)),
+          device_bounds(std::move(device_bounds)),
+          calls(units, 0),
+          recalls(units, 0),
+          clipped(units, 0) {}
+
+    void count(int64_t unit, bool again) { (again ? recalls : calls)[unit]++; }
+    // A checkpoint that keeps its graph calls a unit again without using it again.
+    int64_t uses(int64_t unit) const { return std::max(calls[unit], recalls[unit]); }
+    bool was_clipped(int64_t unit) const { return clipped[unit]; }
+    void set_clipped(int64_t unit) { clipped[unit] = 1; }
+
+    void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
+    std::vector<std::tuple<int64_t, Tensor>> notes() { return noted; }
+
+    Tensor flags(const Tensor& like) {
+        if (!lost.has_value()) lost = at::zeros({batch}, like.options().dtype(at::kInt));
+        return *lost;
+    }
+    std::optional<Tensor> lost_examples() { return lost; }
+
+    const int64_t number, clipper;  // by which Python knows this pass, and whose it is
+    const int64_t batch;
+    const std::vector<double> bounds;  // per group, a little inside
+    const std::optional<Tensor> device_bounds;
+
+   private:
+    std::vector<int64_t> calls, recalls;
+    std::vector<char> clipped;
+    std::vector<std::tuple<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
+    std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group
+};
+
+// ---- launches that Python has recorded
+
+// The CUDA driver's own, from the library torch has loaded: no CUDA headers are needed to compile this file.
+typedef int (*Launcher)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                        void**);
+static Launcher launcher() {
+    static Launcher found = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+        return driver ? (Launcher)dlsym(driver, "cuLaunchKernel") : nullptr;
+    }();
+    return found;
+}
+
+// A program is a list of numbers: instructions, each with its operands (see recording.py, which writes them). Tensors
+// are numbered: first those that are handed in, then those the program makes.
+struct Program {
+    enum { END = 0, EMPTY = 1, LAUNCH = 2, PRODUCT = 3, SUM = 4 };
+
+    struct Result {
+        Tensor both;  // norms and weights (2, batch)
+        std::vector<Tensor> sums;
+    };
+
+    // False in ``fits``: an address is not aligned as the recorded kernel needs it, and nothing was launched.
+    static Result run(const Ints& code, std::vector<Tensor> tensors, bool& fits) {
+        fits = aligned(code, tensors);
+        Result result;
+        if (!fits) return result;
+        const auto options = at::device(tensors[0].device()).dtype(at::kFloat);
+        const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+        void* stream = guard.getStream(tensors[0].device()).native_handle();
+        const int64_t* at = code.data();
+        for (;;) switch (*at++) {
+                case EMPTY: {
+                    const int64_t dims = *at++;
+                    tensors.push_back(at::empty(c10::IntArrayRef(at, dims), options));
+                    at += dims;
+                    break;
+                }
+                case LAUNCH:
+                    at = launch(at, tensors, stream);
+                    break;
+                case PRODUCT: {  // g^T x, in full float32: with rounded factors a contribution could exceed its bound
+                    const Tensor g = shaped(tensors[at[0]], {at[2], at[3]}), x = shaped(tensors[at[1]], {at[2], at[4]});
+                    at += 5;
+                    auto& context = at::globalContext();
+                    const bool rounds = context.allowTF32CuBLAS();
+                    if (rounds) context.setAllowTF32CuBLAS(false);
+                    tensors.push_back(at::mm(g.t(), x));
+                    if (rounds) context.setAllowTF32CuBLAS(true);
+                    break;
+                }
+                case SUM:
+                    tensors.push_back(shaped(tensors[at[0]], {at[1], at[2]}).sum(at[3], false, at::kFloat));
+                    at += 4;
+                    break;
+                default: {  // END
+                    const int64_t both = *at++, examples = *at++, sums = *at++;
+                    result.both = shaped(tensors[both], {2, examples});
+                    for (int64_t i = 0; i < sums; i++) {
+                        const int64_t from = *at++, dims = *at++;
+                        result.sums.push_back(shaped(tensors[from], c10::IntArrayRef(at, dims)));
+                        at += dims;
+                    }
+                    return result;
+                }
+            }
+    }
+
+   private:
+    static const int MOST_ARGUMENTS = 40;
+
+    static Tensor shaped(const Tensor& t, c10::IntArrayRef sizes) { return t.sizes() == sizes ? t : t.view(sizes); }
+
+    // Tensors that the program makes are aligned; those that are handed in may be views.
+    static bool aligned(const Ints& code, const std::vector<Tensor>& tensors) {
+        const int64_t needed = code.back();  // a bit for each tensor that is handed in
+        for (size_t i = 0; i < tensors.size(); i++)
+            if ((needed >> i & 1) && (uintptr_t)tensors[i].data_ptr() % 16) return false;
+        return true;
+    }
+
+    static const int64_t* launch(const int64_t* at, const std::vector<Tensor>& tensors, void* stream) {
+        void* function = (void*)at[0];
+        const unsigned x = at[1], y = at[2], z = at[3], threads = at[4], shared = at[5];
+        const int64_t count = at[6];
+        at += 7;
+        uint64_t values[MOST_ARGUMENTS] = {0};  // what follows the arguments are scratch pointers, unused: null
+        void* arguments[MOST_ARGUMENTS];
+        for (int i = 0; i < MOST_ARGUMENTS; i++) arguments[i] = &values[i];
+        for (int64_t i = 0; i < count; i++, at += 2)
+            values[i] = at[0] < 0 ? (uint64_t)at[1] : (uint64_t)tensors[at[0]].data_ptr() + (uint64_t)at[1];
+        const int failed = launcher()(function, x, y, z, threads, 1, 1, shared, stream, arguments, nullptr);
+        TORCH_CHECK(!failed, "a clipping kernel could not be launched: CUDA error ", failed);
+        return at;
+    }
+};
+
+// ---- layers
+
+enum Kind { LINEAR = 0, CONVOLUTION = 1, GROUP_NORM = 2, LAYER_NORM = 3 };
+
+struct Clipped {
+    bool done = false;
+    std::vector<Tensor> sums;  // of weight and bias
+};
+
+struct Layer : torch::CustomClassHolder {
+    // numbers: stride, padding, dilation of a convolution; shape of a layer norm. many: groups.
+    Layer(int64_t kind, int64_t clipper, int64_t unit, int64_t group, bool whole, bool bias, bool on_cpu, Ints numbers,
+          int64_t many, double eps, intrusive_ptr<Watch> watch, Ints slots)
+        : kind(kind),
+          clipper(clipper),
+          unit(unit),
+          group(group),
+          whole(whole),
+          bias(bias),
+          on_cpu(on_cpu),
+          numbers(std::move(numbers)),
+          many(many),
+          eps(eps),
+          watch(std::move(watch)),
+          slots(std::move(slots)) {}
+
+    Tensor forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& b, variable_list& kept) const {
+        switch (kind) {
+            case LINEAR:
+                return at::linear(x, weight, b);
+            case CONVOLUTION:
+                return at::conv2d(x, weight, b, span(0), span(1), span(2), many);
+            case GROUP_NORM: {
+                const int64_t n = x.size(0), c = x.size(1), pixels = x.numel() / std::max<int64_t>(1, n * c);
+                auto [out, mean, rstd] = at::native_group_norm(x.contiguous(), weight, b, n, c, pixels, many, eps);
+                kept = {mean, rstd};
+                return out;
+            }
+            default: {
+                auto [out, mean, rstd] = at::native_layer_norm(x, numbers, weight, b, eps);
+                kept = {mean, rstd};
+                return out;
+            }
+        }
+    }
+
+    Tensor input_gradient(const Tensor& x, const Tensor& weight, const variable_list& kept, const Tensor& g) const {
+        switch (kind) {
+            case LINEAR:
+                return at::matmul(g, weight);
+            case CONVOLUTION:
+                return std::get<0>(at::convolution_backward(g, x, weight, {}, span(0), span(1), span(2), false, {0, 0},
+                                                            many, {true, false, false}));
+            case GROUP_NORM: {
+                const int64_t n = x.size(0), c = x.size(1), pixels = x.numel() / std::max<int64_t>(1, n * c);
+                return std::get<0>(at::native_group_norm_backward(g.contiguous(), x.contiguous(), kept[0], kept[1],
+                                                                  weight, n, c, pixels, many, {true, false, false}));
+            }
+            default:
+                return std::get<0>(at::native_layer_norm_backward(g, x, numbers, kept[0], kept[1], weight, {},
+                                                                  {true, false, false}));
+        }
+    }
+
+    Clipped clip(const Tensor& x, const Tensor& weight, const variable_list& kept, const Tensor& g, Pass& pass) {
+        if (x.scalar_type() != at::kFloat || g.scalar_type() != at::kFloat) return {};
+        if (x.is_cpu()) return on_cpu ? clip_on_cpu(x.contiguous(), weight, g, pass) : Clipped{};
+        return replay(x, kept, g, pass);
+    }
+
+    // What Python has recorded for inputs of these shapes.
+    void learn(Ints key, Ints program) { programs[std::move(key)] = std::move(program); }
+
+   private:
+    static Ints key_of(const Tensor& x, const Tensor& g) {
+        Ints key(x.sizes().begin(), x.sizes().end());
+        key.insert(key.end(), x.strides().begin(), x.strides().end());
+        key.insert(key.end(), g.sizes().begin(), g.sizes().end());
+        key.push_back(at::globalContext().allowTF32CuDNN());
+        return key;
+    }
+
+    c10::IntArrayRef span(int which) const { return c10::IntArrayRef(numbers.data() + 2 * which, 2); }
+
+    Clipped clip_on_cpu(const Tensor& x, const Tensor& weight, const Tensor& g, Pass& pass) {
+        const int64_t examples = x.size(0);
+        const double bound = pass.bounds[group];
+        const Tensor both = at::empty({2, examples}, at::kDouble);
+        double *norms = both.mutable_data_ptr<double>(), *weights = norms + examples;
+        Clipped found;
+        found.done = true;
+        long lost = 0;
+        if (kind == CONVOLUTION) {
+            lost = convolution(x, weight, g, bound, norms, weights, found.sums);
+        } else if (x.numel() == examples * x.size(-1)) {
+            lost = rank_one(x, g, bound, norms, weights, found.sums);
+        } else {
+            lost = sequence(x, g, bound, norms, weights, found.sums);
+        }
+        pass.note(group, both);
+        if (lost) pass.flags(x).bitwise_or_(both[0].isfinite().logical_not());
+        return found;
+    }
+
+    long rank_one(const Tensor& x, const Tensor& g, double bound, double* norms, double* weights,
+                  std::vector<Tensor>& sums) const {
+        const int64_t examples = x.size(0), inputs = x.size(-1), outputs = g.size(-1);
+        const Tensor scaled = at::empty({examples, outputs}, g.options());
+        const Tensor total = at::empty({bias ? outputs : 0}, g.options());
+        const long lost = gradveil_rank_one_clip(
+            x.const_data_ptr<float>(), g.const_data_ptr<float>(), examples, inputs, outputs, 1, bias, bound,
+            workers_for(examples * (inputs + outputs), examples), scaled.mutable_data_ptr<float>(),
+            bias ? total.mutable_data_ptr<float>() : nullptr, norms, weights);
+        Tensor rows = x.view({examples, inputs});
+        if (lost)  // zero times an input that is not finite is not zero
+            rows = at::where(at::from_blob(norms, {examples, 1}, at::kDouble).isfinite(), rows, at::zeros({}, x.options()));
+        sums.push_back(at::mm(scaled.t(), rows));
+        if (bias) sums.push_back(total);
+        return lost;
+    }
+
+    long sequence(const Tensor& x, const Tensor& g, double bound, double* norms, double* weights,
+                  std::vector<Tensor>& sums) const {
+        const int64_t examples = x.size(0), inputs = x.size(-1), outputs = g.size(-1), width = padded(inputs);
+        const int64_t positions = x.numel() / std::max<int64_t>(1, examples * inputs);
+        const int workers = workers_for(examples * outputs * width, examples);
+        const Tensor parts = at::zeros({workers, outputs, width}, g.options());
+        const Tensor bias_parts = at::zeros({workers, outputs}, g.options());
+        const long lost = gradveil_linear_clip(x.const_data_ptr<float>(), g.const_data_ptr<float>(), examples, positions,
+                                               inputs, outputs, bias, bound, workers, parts.mutable_data_ptr<float>(),
+                                               bias_parts.mutable_data_ptr<float>(), norms, weights);
+        sums.push_back(parts.sum(0).slice(1, 0, inputs).contiguous());
+        if (bias) sums.push_back(bias_parts.sum(0));
+        return lost;
+    }
+
+    long convolution(const Tensor& x, const Tensor& weight, const Tensor& g, double bound, double* norms,
+                     double* weights, std::vector<Tensor>& sums) const {
+        const int64_t examples = x.size(0), outputs = g.size(1), rows = weight.numel() / weight.size(0);
+        const int64_t size = many * rows * padded(outputs / many);
+        ConvShape shape;
+        int* value = shape.values;
+        for (int64_t n : {x.size(1), x.size(2), x.size(3), g.size(1), g.size(2), g.size(3), weight.size(2), weight.size(3)})
+            *value++ = (int)n;
+        for (int64_t n : numbers) *value++ = (int)n;
+        *value = (int)many;
+        const int workers = workers_for(examples * size, examples);
+        const Tensor parts = at::zeros({workers, size}, g.options());
+        const Tensor bias_parts = at::zeros({workers, outputs}, g.options());
+        const long lost = gradveil_conv2d(x.const_data_ptr<float>(), g.const_data_ptr<float>(), examples, &shape, bias,
+                                          bound, workers, parts.mutable_data_ptr<float>(),
+                                          bias_parts.mutable_data_ptr<float>(), norms, weights, nullptr, nullptr);
+        const Tensor folded = at::empty(weight.sizes(), g.options());
+        gradveil_conv2d_fold(parts.const_data_ptr<float>(), workers, many, rows, outputs / many,
+                             folded.mutable_data_ptr<float>());
+        sums.push_back(folded);
+        if (bias) sums.push_back(bias_parts.sum(0));
+        return lost;
+    }
+
+    Clipped replay(const Tensor& x, const variable_list& kept, const Tensor& g, Pass& pass) {
+        const auto known = programs.find(key_of(x, g));
+        if (known == programs.end() || !pass.device_bounds.has_value() || !launcher()) return {};
+        std::vector<Tensor> tensors{x, g, *pass.device_bounds, pass.flags(x)};
+        tensors.insert(tensors.end(), kept.begin(), kept.end());
+        Clipped found;
+        Program::Result result = Program::run(known->second, std::move(tensors), found.done);
+        if (!found.done) return found;
+        pass.note(group, result.both);
+        found.sums = std::move(result.sums);
+        return found;
+    }
+
+   public:
+    const int64_t kind, clipper, unit, group;
+    const bool whole, bias, on_cpu;
+    const Ints numbers;
+    const int64_t many;
+    const double eps;
+    const intrusive_ptr<Watch> watch;
+    const Ints slots;  // of weight and bias in the watch
+
+   private:
+    std::map<Ints, Ints> programs;  // by key_of
+};
+
+// ---- the autograd node
+
+static std::vector<Tensor> collect(const Layer& layer, const Pass& pass, const Tensor& x, const Tensor& weight,
+                                   const variable_list& kept, const Tensor& g) {
+    static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::collect", "");
+    torch::jit::Stack stack{layer.clipper, pass.number, layer.unit, x, weight, std::vector<Tensor>(kept), g};
+    op.callBoxed(stack);
+    return stack.at(0).toTensorVector();
+}
+
+struct LayerNode : torch::autograd::Function<LayerNode> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                          const intrusive_ptr<Layer>& layer, const intrusive_ptr<Pass>& pass) {
+        at::AutoDispatchBelowADInplaceOrView below;
+        variable_list kept;
+        Tensor out = layer->forward(x, weight, bias, kept);
+        variable_list saved{x, weight};
+        saved.insert(saved.end(), kept.begin(), kept.end());
+        ctx->save_for_backward(std::move(saved));
+        ctx->saved_data["layer"] = layer;
+        ctx->saved_data["pass"] = pass;
+        return out;
+    }
+
+    static variable_list backward(AutogradContext* ctx, variable_list grads) {
+        const bool differentiable = at::GradMode::is_enabled();
+        at::AutoGradMode off(false);
+        const auto layer = ctx->saved_data.at("layer").toCustomClass<Layer>();
+        const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
+        if (!ctx->saved_data.emplace("done", true).second) refuse(layer->clipper, layer->unit, "twice");
+        const auto saved = ctx->get_saved_variables();
+        const Tensor& weight = saved[1];
+        const Tensor x = layer->kind == CONVOLUTION ? saved[0] : saved[0].contiguous(), g = grads[0].contiguous();
+        const variable_list kept(saved.begin() + 2, saved.end());
+        if (pass->was_clipped(layer->unit)) refuse(layer->clipper, layer->unit, "checkpoints");
+        variable_list found(5);
+        if (ctx->needs_input_grad(0)) found[0] = layer->input_gradient(x, weight, kept, g);
+        Clipped clipped;
+        if (layer->whole && pass->uses(layer->unit) == 1) clipped = layer->clip(x, weight, kept, g, *pass);
+        if (clipped.done) {
+            pass->set_clipped(layer->unit);
+            for (size_t i = 0; i < clipped.sums.size(); i++) layer->watch->expect(layer->slots[i], clipped.sums[i]);
+        } else {
+            clipped.sums = collect(*layer, *pass, x, weight, kept, g);
+        }
+        for (size_t i = 0; i < clipped.sums.size(); i++) found[1 + i] = clipped.sums[i];
+        clipped.sums.clear();
+        return differentiable ? once(found) : found;
+    }
+
+    // With create_graph, what was computed here must not be differentiated again.
+    static variable_list once(const variable_list& found) {
+        variable_list inputs;
+        for (const Tensor& t : found)
+            if (t.defined()) inputs.push_back(t.detach().set_requires_grad(true));
+        auto refusal = std::make_shared<torch::autograd::DelayedError>(
+            "trying to differentiate twice a layer that gradveil clips: a clipped sum has no derivative", inputs.size());
+        at::AutoGradMode on(true);
+        const variable_list marked = (*refusal)(std::move(inputs));
+        variable_list out(found.size());
+        for (size_t i = 0, next = 0; i < found.size(); i++)
+            if (found[i].defined()) out[i] = marked[next++];
+        return out;
+    }
+};
+
+// The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss.
+struct OutputNode : torch::autograd::Function<OutputNode> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const intrusive_ptr<Pass>& pass, double scale) {
+        at::AutoDispatchBelowADInplaceOrView below;
+        ctx->saved_data["pass"] = pass;
+        ctx->saved_data["scale"] = scale;
+        return x.view_as(x);
+    }
+
+    static variable_list backward(AutogradContext* ctx, variable_list grads) {
+        const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
+        const double scale = ctx->saved_data.at("scale").toDouble();
+        if (grads[0].dim() == 0 && pass->batch > 1) refuse(pass->clipper, 0, "scalar");
+        differentiated(*pass, false);
+        torch::autograd::Engine::get_default_engine().queue_callback([pass] { differentiated(*pass, true); });
+        return {scale == 1.0 ? grads[0] : grads[0] * scale, Tensor(), Tensor()};
+    }
+
+    static void differentiated(const Pass& pass, bool done) {
+        static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::differentiated", "");
+        torch::jit::Stack stack{pass.clipper, pass.number, done};
+        op.callBoxed(stack);
+    }
+};
+
+static Tensor run_output(const Tensor& x, const intrusive_ptr<Pass>& pass, double scale) {
+    return OutputNode::apply(x, pass, scale);
+}
+
+static Tensor run_layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                        const intrusive_ptr<Layer>& layer, const intrusive_ptr<Pass>& pass, bool again) {
+    if (at::GradMode::is_enabled()) pass->count(layer->unit, again);
+    return LayerNode::apply(x, weight, bias, layer, pass);
+}
+
+// ---- noise on a GPU
+
+// In place, each gradient g of float32 becomes (g + std z) / divide_by, with z independent N(0, 1) in their order.
+static void add_noise(const std::vector<Tensor>& grads, const std::vector<double>& stds, double divide_by,
+                      const std::optional<at::Generator>& generator) {
+    at::AutoGradMode off(false);
+    Ints sizes;
+    int64_t total = 0;
+    for (const Tensor& g : grads) {
+        sizes.push_back(g.numel());
+        total += g.numel();
+    }
+    const Tensor draw = at::randn({total}, generator, grads[0].options());
+    std::vector<Tensor> pieces = draw.split_with_sizes(sizes);
+    const bool alike = std::all_of(stds.begin(), stds.end(), [&](double std) { return std == stds[0]; });
+    if (!alike) at::_foreach_mul_(pieces, std::vector<at::Scalar>(stds.begin(), stds.end()));
+    for (size_t i = 0; i < pieces.size(); i++)
+        if (grads[i].dim() != 1) pieces[i] = pieces[i].view(grads[i].sizes());
+    at::_foreach_add_(grads, pieces, alike ? stds[0] : 1.0);
+    at::_foreach_div_(grads, divide_by);
+}
+
+TORCH_LIBRARY(gradveil, m) {
+    m.class_<Watch>("Watch")
+        .def(torch::init<int64_t>())
+        .def("follow", &Watch::follow)
+        .def("forget", &Watch::forget)
+        .def("expect", &Watch::expect)
+        .def("stamp", &Watch::stamp)
+        .def("clear_stamps", &Watch::clear_stamps)
+        .def("touched", &Watch::touched);
+    m.class_<Pass>("Pass")
+        .def(torch::init<int64_t, int64_t, int64_t, int64_t, std::vector<double>, std::optional<Tensor>>())
+        .def("count", &Pass::count)
+        .def("uses", &Pass::uses)
+        .def("was_clipped", &Pass::was_clipped)
+        .def("set_clipped", &Pass::set_clipped)
+        .def("notes", &Pass::notes)
+        .def("flags", &Pass::flags)
+        .def("lost_examples", &Pass::lost_examples);
+    m.class_<Layer>("Layer")
+        .def(torch::init<int64_t, int64_t, int64_t, int64_t, bool, bool, bool, Ints, int64_t, double,
+                         intrusive_ptr<Watch>, Ints>())
+        .def("learn", &Layer::learn);
+    m.def("layer(Tensor x, Tensor weight, Tensor? bias, __torch__.torch.classes.gradveil.Layer layer, "
+          "__torch__.torch.classes.gradveil.Pass current, bool again) -> Tensor");
+    m.def("collect(int clipper, int current, int unit, Tensor x, Tensor weight, Tensor[] kept, Tensor g) -> Tensor[]");
+    m.def("refuse(int clipper, int unit, str why) -> ()");
+    m.def("output(Tensor x, __torch__.torch.classes.gradveil.Pass current, float scale) -> Tensor");
+    m.def("differentiated(int clipper, int current, bool done) -> ()");
+    m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);
+    m.impl("layer", torch::kAutograd, run_layer);
+    m.impl("output", torch::kAutograd, run_output);
+}
