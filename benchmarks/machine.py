@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradveil.kernels import cuda, native
+from gradveil.kernels import cuda, layers, native
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,15 +21,11 @@ def description(device: str, threads: int) -> dict[str, Any]:
     """Machine, versions, command, and which kernels were in use."""
     return {
         "machine": torch.cuda.get_device_name() if device != "cpu" else f"{_cpu()}, threads: {threads}",
-        "clipping": native.status() if device == "cpu" else _on_cuda(),
+        "clipping": f"{native.status() if device == 'cpu' else cuda.status()}; {layers.status()}",
         "versions": {name: v for name in ("gradveil", "torch", "opacus") if (v := version(name))}
         | {"python": platform.python_version()},
         "command": "python " + " ".join(Path(a).name if "/" in a else a for a in sys.argv),
     }
-
-
-def _on_cuda() -> str:
-    return cuda.status()
 
 
 def version(package: str) -> str | None:

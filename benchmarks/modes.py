@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import Workload
 
 import gradveil
-from gradveil.kernels import native
+from gradveil.kernels import layers, native
 from gradveil.sampling import Ticket
 
 Step = Callable[[], float | None]
@@ -125,16 +125,16 @@ def private_captured(w: Workload, device: str, clipping: str) -> Step:
 @contextmanager
 def pure_pytorch() -> Iterator[None]:
     """What GRADVEIL_NATIVE=0 chooses, switched inside a process: no compiled kernel is found."""
-    names = [name for name in ("kernels", "_load") if hasattr(native, name)]
-    found = {name: getattr(native, name) for name in names}
-    stand_ins: dict[str, Any] = {"kernels": lambda: None, "_load": lambda: (None, "PyTorch (chosen by the benchmark)")}
-    for name in names:
-        setattr(native, name, stand_ins[name])
+    nothing = (None, "PyTorch (chosen by the benchmark)")
+    modules: tuple[Any, ...] = (native, layers)
+    found = [(module, module._load) for module in modules]
+    for module, _ in found:
+        module._load = lambda: nothing
     try:
         yield
     finally:
-        for name, own in found.items():
-            setattr(native, name, own)
+        for module, own in found:
+            module._load = own
 
 
 def private_pure(w: Workload, device: str, clipping: str) -> Step:

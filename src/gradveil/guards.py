@@ -71,6 +71,7 @@ class BatchGuard:
     def __init__(self, sampler: str) -> None:
         self.sampler = sampler
         self.ticket: Ticket | None = None
+        self._warned = False
         self._drawn: set[int] = set()
 
     def hand_out(self, ticket: Ticket) -> None:
@@ -90,7 +91,10 @@ class BatchGuard:
                 "(an empty one, say) is not accounted for at all. Call step() after every batch, also an empty one; "
                 "for batches larger than memory use physical_batch_size."
             )
+        if self.ticket is None and self._warned:
+            return "unknown"
         if self.ticket is None:
+            self._warned = True
             warnings.warn(
                 "this step's batch did not come from the loader that make_private returned, so nothing is known of "
                 "how it was sampled: the run's proved epsilon is infinite from here on.",

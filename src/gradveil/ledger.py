@@ -251,6 +251,8 @@ class Ledger:
             )
         self._add("release", release)
         self.releases.append(release)
+        if self.path is None:
+            return
         if len(self._noted) >= _WRITE_EVERY or time.monotonic() - self._last_commit > _WRITE_AFTER:
             self.commit()
 
@@ -272,7 +274,8 @@ class Ledger:
             text = _body_text(body.to_dict() if isinstance(body, Release) else body)
             line, head = _line(number, kind, text, head)
             lines.append(line)
-        self._pending += lines
+        if self.path is not None:
+            self._pending += lines
         self._length, self._head = self.length, head
         self._noted.clear()
 
@@ -295,8 +298,6 @@ class Ledger:
         """Write and fsync everything noted so far."""
         self._last_commit = time.monotonic()
         if self.path is None:
-            self._put_into_words()
-            self._pending.clear()
             return
         data = self._lines().encode()
         if not (data or self._unsynced):

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -234,6 +235,11 @@ class NoiseSource:
             self._cipher_key = self._key.cipher_key("noise-key", self._step)
         first = self._tensors
         self._tensors += len(grads)
+        library = layers()
+        if library is not None:
+            key = list(struct.unpack("<4q", self._cipher_key))
+            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first)
+            return
         numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
         kernels.add_noise(self._cipher_key, numbered, divide_by=divide_by)
         torch.autograd.graph.increment_version(list(grads))  # written to behind torch's back

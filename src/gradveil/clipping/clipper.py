@@ -21,7 +21,6 @@ clipped when the backward pass ends.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,10 +44,9 @@ from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.clipping.watch import PythonWatch, Watch
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 from gradveil.kernels import cuda, programs
-from gradveil.kernels.layers import Layers, layers
+from gradveil.kernels.layers import Layers, NativeWatch, layers
 
 _ALL = slice(None)
-_numbers = itertools.count()
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
 
 
@@ -74,9 +72,8 @@ class Clipper:
         self._names = [name for unit in self.units for name in unit.names]
         self._parameters = [parameter for unit in self.units for parameter in unit.parameters]
         self._layers = layers()  # None: everything in Python
-        self._number = self._layers.enter(self) if self._layers is not None else 0
-        self._watch_gradients: Watch = (
-            self._layers.watch(self._number) if self._layers is not None else PythonWatch(self.refuse)
+        self._gradients: Watch | NativeWatch = (
+            PythonWatch(self.refuse) if self._layers is None else self._layers.watch_for(self)
         )
         self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
         self._quiet = False
@@ -91,7 +88,8 @@ class Clipper:
     @bounds.setter
     def bounds(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
-        self._bounds_inside = [bound * inside(torch.float32) for bound in self._bounds]
+        margin = inside(torch.float32)
+        self._bounds_inside = [bound * margin for bound in self._bounds]
         for kept in self._device_bounds.values():
             kept.set(self._bounds)
 
@@ -111,9 +109,9 @@ class Clipper:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
             unit.module.forward = Followed(self, unit, own)
-            unit.slots = [self._watch_gradients.follow(parameter) for parameter in unit.parameters]
-            if self._layers is not None:
-                unit.native = native_layer(self._layers, unit, self._number, self._watch_gradients)
+            unit.slots = [self._gradients.follow(parameter) for parameter in unit.parameters]
+            if self._layers is not None and isinstance(self._gradients, NativeWatch):
+                unit.native = native_layer(self._layers, unit, self._gradients)
 
     def detach(self) -> None:
         """Leave the model as it was found."""
@@ -121,7 +119,7 @@ class Clipper:
             handle.remove()
         if self._overridden:
             for slot, parameter in enumerate(self._parameters):
-                self._watch_gradients.forget(parameter, slot)
+                self._gradients.forget(parameter, slot)
         for module, own in self._overridden:
             del module.forward
             if own is not None:
@@ -181,16 +179,15 @@ class Clipper:
     def followed(self) -> Pass | None:
         """The pass whose layers may run in C++, while the model is called."""
         current = self._current
-        return None if current is None or current.native is None or self._quiet else current
+        return None if current is None or current.library is None or self._quiet else current
 
     def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
         """Layers of this pass may run in C++: nothing is padded, and nothing whitened."""
-        number = next(_numbers)
+        number = library.next_number()
         self._passes[number] = current
         on_device = self._bounds_on(device).inside if device.type == "cuda" else None
-        current.native = library.start_pass(
-            number, self._number, current.batch, len(self.units), self._bounds_inside, on_device
-        )
+        library.begin(self._gradients.number, number, current.batch, len(self.units), self._bounds_inside, on_device)
+        current.library, current.number = library, number
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._quiet or self._current is None:
@@ -215,8 +212,8 @@ class Clipper:
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
         if not isinstance(t, Tensor) or not t.requires_grad:
             return t
-        if self._layers is not None and current.native is not None and type(t) is Tensor:
-            tapped = self._layers.output(t, current.native, scale)
+        if current.library is not None and type(t) is Tensor:
+            tapped = current.library.output(t, current.number, scale)
             node: Any = tapped.grad_fn
             node.metadata["gradveil"] = current  # it lives as long as the graph that leads to it
             return tapped
@@ -245,17 +242,23 @@ class Clipper:
                 self._note_sizes(unit, args, kwargs)
             return plain(*args, **kwargs)
         again = self._current is None and torch._C._current_graph_task_id() != -1
-        current = self._differentiated if again else self._current
+        current = self._being_differentiated() if again else self._current
         if current is None:
             raise UnsupportedModelError(
                 f"{unit.label} was called by itself, with gradients enabled. gradveil follows examples from the call "
                 "of the whole model: call model(x), or use torch.no_grad() to evaluate a part of it."
             )
         layer = unit.native
-        if layer is not None and unit.rule is not None and current.native is not None and len(args) == 1 and not kwargs:
+        if (
+            layer is not None
+            and unit.rule is not None
+            and current.library is not None
+            and len(args) == 1
+            and not kwargs
+        ):
             x = self._batched(unit, unit.rule, args[0], current.batch)
             if layer.takes(x):
-                return layer.run(x, current.native, again)
+                return layer.run_again(x, current.number) if again else layer.run(x)
         call = Call(unit, current, again=again)
         if unit.rule is None or len(args) + len(kwargs) != 1:
             run = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
@@ -335,16 +338,20 @@ class Clipper:
             sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
         sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
         for slot, total in zip(unit.slots, sums, strict=True):
-            self._watch_gradients.expect(slot, total)
+            self._gradients.expect(slot, total)
         return sums
 
-    def differentiated(self, current: int, done: bool) -> None:
-        """The backward pass of a pass in C++ begins, or is done."""
+    def _being_differentiated(self) -> Pass | None:
+        """The pass whose backward is under way, by Python's account or by that of the C++ code."""
+        if self._differentiated is not None or self._layers is None:
+            return self._differentiated
+        return self._passes.get(self._gradients.differentiating())
+
+    def finish_pass(self, current: int) -> None:
+        """The backward pass of a pass in C++ has ended."""
         of_pass = self._passes[current]
-        if done:
-            self._finish(of_pass)
-        else:
-            self._note_backward(of_pass)
+        self._note_backward(of_pass)
+        self._finish(of_pass)
 
     def start_backward(self, current: Pass) -> None:
         """The gradient has reached the model's output: the backward pass of ``current`` begins."""
@@ -375,23 +382,23 @@ class Clipper:
                     for parameter, total in zip(unit.parameters, sums, strict=True):
                         total = total.to(parameter.dtype)
                         parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
-        self._watch_gradients.stamp()
-        lost = current.lost_examples()
+        self._gradients.stamp()
+        groups, found, lost = current.notes()
         if lost is not None and not current.empty:
             self.harvest.lost.append(lost)
-        if current.native is not None:
+        if groups:
             device = self._parameters[0].device
             bounds = self._bounds_on(device).exact_of if device.type == "cuda" else self.bounds
-            self.harvest.note_pass(current.native, bounds)
+            self.harvest.note_layers(groups, found, bounds)
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""
         self.harvest = Harvest(len(self.groups))
-        self._watch_gradients.clear_stamps()
+        self._gradients.clear_stamps()
 
     def check_untouched(self) -> None:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
-        touched = self._watch_gradients.touched()
+        touched = self._gradients.touched()
         if touched >= 0:
             raise PrivacyViolation(
                 f"the gradient of {self._names[touched]!r} was changed between backward() and step(), or set by hand: "

@@ -16,19 +16,19 @@ from gradveil.clipping.rules.conv import ConvRule
 from gradveil.clipping.rules.linear import LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, LayerNormRule
 from gradveil.clipping.units import Unit
-from gradveil.clipping.watch import Watch
 from gradveil.kernels import layers as kinds
-from gradveil.kernels.layers import Layers
+from gradveil.kernels.layers import Layers, NativeWatch
 
 
 class NativeLayer:
     """One unit's layer in C++."""
 
-    def __init__(self, library: Layers, unit: Unit, in_cpp: Any, *, on_cpu: bool) -> None:
+    def __init__(self, library: Layers, unit: Unit, number: int, in_cpp: Any, *, on_cpu: bool) -> None:
         self._rule: Any = unit.rule
         self._on_cpu, self._least_dims = on_cpu, unit.rule.least_dims if unit.rule is not None else 2
         self._own = unit.module._parameters
-        self._run, self.in_cpp = library.run, in_cpp
+        self._run, self._run_again = library.layer, library.layer_again
+        self._number, self._in_cpp = number, in_cpp
 
     def takes(self, x: Tensor) -> bool:
         """Whether this call is of the ordinary kind."""
@@ -41,17 +41,23 @@ class NativeLayer:
             and not torch._C._are_functorch_transforms_active()
         )
 
-    def run(self, x: Tensor, current: Any, again: bool) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
+        """In the model's call."""
         own = self._own
-        return self._run(self._rule.prepare(x), own["weight"], own.get("bias"), self.in_cpp, current, again)
+        return self._run(self._rule.prepare(x), own["weight"], own.get("bias"), self._number)
+
+    def run_again(self, x: Tensor, current: int) -> Tensor:
+        """In the backward pass, by a checkpoint."""
+        own = self._own
+        return self._run_again(self._rule.prepare(x), own["weight"], own.get("bias"), self._number, current)
 
     def learn(self, x: Tensor, g: Tensor, program: list[int]) -> None:
         """What the kernels do for inputs of these shapes (kernels/programs.py)."""
         rounds = torch.backends.cudnn.allow_tf32
-        self.in_cpp.learn([*x.shape, *x.stride(), *g.shape, int(rounds)], program)
+        self._in_cpp.learn([*x.shape, *x.stride(), *g.shape, int(rounds)], program)
 
 
-def native_layer(library: Layers, unit: Unit, clipper: int, watch: Watch) -> NativeLayer | None:
+def native_layer(library: Layers, unit: Unit, watch: NativeWatch) -> NativeLayer | None:
     """The layer in C++; None where it stays in Python."""
     rule, own = unit.rule, unit.module._parameters
     if rule is None or len(set(unit.group_of)) != 1:
@@ -64,11 +70,11 @@ def native_layer(library: Layers, unit: Unit, clipper: int, watch: Watch) -> Nat
     if geometry is None:
         return None
     kind, on_cpu, numbers, many, eps = geometry
-    in_cpp = library.layer(
-        kind, clipper, unit.index, unit.group_of[0], unit.whole_groups, bias is not None, on_cpu, numbers, many, eps,
-        watch, unit.slots,
+    number, in_cpp = library.make_layer(
+        kind, unit.index, unit.group_of[0], unit.whole_groups, bias is not None, on_cpu, numbers, many, eps,
+        watch.in_cpp, unit.slots,
     )  # fmt: skip
-    return NativeLayer(library, unit, in_cpp, on_cpu=on_cpu)
+    return NativeLayer(library, unit, number, in_cpp, on_cpu=on_cpu)
 
 
 def _geometry(rule: Any) -> tuple[int, bool, list[int], int, float] | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradveil.clipping.units import Unit
 from gradveil.clipping.uses import Use
+from gradveil.kernels.layers import Layers
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Pass:
         self.batch = batch
         self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
         self.present = padding.present if padding is not None else None  # which rows are examples; None: all
-        self.native: Any = None  # the same pass in C++, where layers run there: it then keeps count of calls
+        # Where layers run in C++: the library, and the number of this pass there; it then keeps count of calls.
+        self.library: Layers | None = None
+        self.number = -1
         self._calls: dict[Unit, int] = {}  # in the forward pass
         self._recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
         self._clipped: set[Unit] = set()
@@ -39,42 +41,38 @@ class Pass:
 
     def count(self, unit: Unit, *, again: bool) -> None:
         """A call of a unit, in the forward pass or again in the backward pass."""
-        if self.native is not None:
-            self.native.count(unit.index, again)
+        if self.library is not None:
+            self.library.count(self.number, unit.index, again)
         else:
             counts = self._recalls if again else self._calls
             counts[unit] = counts.get(unit, 0) + 1
 
     def uses(self, unit: Unit) -> int:
         """How often a unit is used. A checkpoint that keeps its graph calls a unit again without using it again."""
-        if self.native is not None:
-            return int(self.native.uses(unit.index))
+        if self.library is not None:
+            return self.library.uses(self.number, unit.index)
         return max(self._calls.get(unit, 0), self._recalls.get(unit, 0))
 
     def was_clipped(self, unit: Unit) -> bool:
-        return bool(self.native.was_clipped(unit.index)) if self.native is not None else unit in self._clipped
+        return self.library.was_clipped(self.number, unit.index) if self.library is not None else unit in self._clipped
 
     def set_clipped(self, unit: Unit) -> None:
-        if self.native is not None:
-            self.native.set_clipped(unit.index)
+        if self.library is not None:
+            self.library.set_clipped(self.number, unit.index)
         else:
             self._clipped.add(unit)
 
     def flags(self, device: torch.device) -> Tensor:
         """Where examples that were not finite are flagged."""
-        if self.native is not None:
-            found: Tensor = self.native.flags(torch.empty(0, device=device))
-            return found
+        if self.library is not None:
+            return self.library.flags(self.number, torch.empty(0, device=device))
         if self._lost is None:
             self._lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
         return self._lost
 
-    def lost_examples(self) -> Tensor | None:
-        """The flags, where something may have been flagged."""
-        if self.native is not None:
-            found: Tensor | None = self.native.lost_examples()
-            return found
-        return self._lost
+    def notes(self) -> tuple[list[int], list[Tensor], Tensor | None]:
+        """Of layers in C++, the groups that were clipped and (norms, weights) of each; the flags, if there are any."""
+        return ([], [], self._lost) if self.library is None else self.library.notes(self.number)
 
 
 class Call:
@@ -97,7 +95,7 @@ class Harvest:
         self.passes = 0
         self.lost: list[Tensor] = []  # flags of the examples that were dropped in some group, a tensor per pass
         self._of_group: list[list[tuple[Tensor, Tensor, float | Tensor]]] = [[] for _ in range(groups)]
-        self._of_passes: list[tuple[Any, Sequence[float | Tensor]]] = []  # passes in C++, not looked into yet
+        self._unread: list[tuple[list[int], list[Tensor], Sequence[float | Tensor]]] = []  # of layers in C++
 
     @property
     def not_finite(self) -> int:
@@ -108,14 +106,14 @@ class Harvest:
         """Norms before clipping, and the weights that clip them to ``bound``."""
         self._of_group[group].append((norms, weights, bound))
 
-    def note_pass(self, native: Any, bounds: Sequence[float | Tensor]) -> None:
-        """What a pass in C++ has noted, and the bound of each group."""
-        self._of_passes.append((native, bounds))
+    def note_layers(self, groups: list[int], found: list[Tensor], bounds: Sequence[float | Tensor]) -> None:
+        """As :meth:`note`, several groups at once: (norms, weights) of each, and the bounds of all groups."""
+        self._unread.append((groups, found, bounds))
 
     def _noted(self, group: int) -> list[tuple[Tensor, Tensor, float | Tensor]]:
-        passes, self._of_passes = self._of_passes, []
-        for native, bounds in passes:
-            for place, (norms, weights) in native.notes():
+        unread, self._unread = self._unread, []
+        for groups, found, bounds in unread:
+            for place, (norms, weights) in zip(groups, found, strict=True):
                 self.note(place, norms, weights, bounds[place])
         return self._of_group[group]
 

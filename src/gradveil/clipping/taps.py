@@ -141,7 +141,7 @@ class Followed:
             # The ordinary call of an ordinary layer, without further ado: small layers feel every call.
             x, sizes = args[0], self.unit.inputs.get(0, "examples")
             if x.shape[0] == current.batch and sizes == "examples" and layer.takes(x) and torch.is_grad_enabled():
-                return layer.run(x, current.native, False)
+                return layer.run(x)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,8 @@ from torch import Tensor
 class Watch(Protocol):
     """Every followed parameter has a hook that lets only its clipped sum through, and a stamp of its gradient."""
 
+    number: int
+
     def follow(self, parameter: Tensor) -> int:
         """A number for the parameter, whose hook is taken off by :meth:`forget`."""
 
@@ -30,11 +32,15 @@ class Watch(Protocol):
     def touched(self) -> int:
         """The first parameter whose gradient is not as it was stamped; -1: none."""
 
+    def differentiating(self) -> int:
+        """The number of the pass whose backward is under way in C++; -1: none."""
+
 
 class PythonWatch:
     """See :class:`Watch`."""
 
     def __init__(self, refuse: Callable[[int, str], None]) -> None:
+        self.number = -1  # by which C++ knows a watch: not this one
         self._refuse = refuse
         self._parameters: list[Tensor] = []
         self._expected: list[Tensor | None] = []
@@ -74,6 +80,9 @@ class PythonWatch:
         for i, (parameter, stamp) in enumerate(zip(self._parameters, stamps, strict=True)):
             if parameter.grad is not None and stamp != _stamp(parameter):
                 return i
+        return -1
+
+    def differentiating(self) -> int:
         return -1
 
 

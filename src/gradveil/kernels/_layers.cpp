@@ -23,7 +23,9 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 using at::Tensor;
@@ -37,6 +39,13 @@ typedef std::vector<int64_t> Ints;
 struct ConvShape {
     int values[15];
 };
+struct NoiseTarget {
+    void* grad;
+    int64_t count;
+    double std;
+    int32_t doubles;
+    uint32_t index;
+};
 extern "C" {
 long gradveil_conv2d(const float*, const float*, long, const ConvShape*, int, double, int, float*, float*, double*,
                      double*, float*, float*);
@@ -45,6 +54,7 @@ long gradveil_linear_clip(const float*, const float*, long, long, int, int, int,
                           double*);
 long gradveil_rank_one_clip(const float*, const float*, long, long, long, int, int, double, int, float*, float*,
                             double*, double*);
+void gradveil_noise(const void*, const NoiseTarget*, long, double, int);
 }
 
 static const int64_t LANES = 16, WORTH_A_THREAD = 1 << 16;  // as in native.py
@@ -57,18 +67,95 @@ static int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES;
 
 // ---- handing over to Python
 
-static void refuse(int64_t clipper, int64_t unit, const char* why) {
+static void refuse(int64_t clipper, int64_t place, const char* why) {
     static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::refuse", "");
-    torch::jit::Stack stack{clipper, unit, std::string(why)};
+    torch::jit::Stack stack{clipper, place, std::string(why)};
     op.callBoxed(stack);
     TORCH_CHECK(false, "gradveil refused a gradient: ", why);  // Python has raised its own error before this
 }
 
+// ---- numbers that Python knows things by: handing an object over from Python costs more than a small layer's work
+
+template <class T>
+struct Numbered : torch::CustomClassHolder {
+    explicit Numbered(int64_t number) : number(number) {}
+    // The last reference is gone; the one in the list is weak, and would keep the memory.
+    void release_resources() override {
+        std::lock_guard<std::mutex> guard(lock());
+        all().erase(number);
+    }
+
+    static intrusive_ptr<T> enter(intrusive_ptr<T> made) {
+        std::lock_guard<std::mutex> guard(lock());
+        all().insert_or_assign(made->number, c10::weak_intrusive_ptr<T>(made));
+        return made;
+    }
+
+    static intrusive_ptr<T> find(int64_t number) {
+        std::lock_guard<std::mutex> guard(lock());
+        const auto found = all().find(number);
+        intrusive_ptr<T> alive;
+        if (found != all().end()) alive = found->second.lock();
+        TORCH_CHECK(alive, "gradveil: what is numbered ", number, " is gone");
+        return alive;
+    }
+
+    const int64_t number;
+
+   private:
+    static std::unordered_map<int64_t, c10::weak_intrusive_ptr<T>>& all() {
+        static auto* kept = new std::unordered_map<int64_t, c10::weak_intrusive_ptr<T>>();  // outlives every object
+        return *kept;
+    }
+    static std::mutex& lock() {
+        static auto* kept = new std::mutex();
+        return *kept;
+    }
+};
+
+// ---- one pass through the model
+
+struct Pass : Numbered<Pass> {
+    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, std::vector<double> bounds,
+         std::optional<Tensor> device_bounds)
+        : Numbered(number),
+          clipper(clipper),
+          batch(batch),
+          bounds(std::move(bounds)),
+          device_bounds(std::move(device_bounds)),
+          calls(units, 0),
+          recalls(units, 0),
+          clipped(units, 0) {}
+
+    void count(int64_t unit, bool again) { (again ? recalls : calls)[unit]++; }
+    // A checkpoint that keeps its graph calls a unit again without using it again.
+    int64_t uses(int64_t unit) const { return std::max(calls[unit], recalls[unit]); }
+    bool was_clipped(int64_t unit) const { return clipped[unit]; }
+    void set_clipped(int64_t unit) { clipped[unit] = 1; }
+
+    void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
+    Tensor flags(const Tensor& like) {
+        if (!lost.has_value()) lost = at::zeros({batch}, like.options().dtype(at::kInt));
+        return *lost;
+    }
+
+    const int64_t clipper, batch;
+    const std::vector<double> bounds;  // per group, a little inside
+    const std::optional<Tensor> device_bounds;
+
+    std::vector<std::pair<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
+    std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group
+
+   private:
+    std::vector<int64_t> calls, recalls;
+    std::vector<char> clipped;
+};
+
 // ---- gradients on their way to .grad, and what they are when step() looks at them again
 
 // Every parameter has a hook that lets only the clipped sum through, and a stamp that shows whether .grad was changed.
-struct Watch : torch::CustomClassHolder {
-    explicit Watch(int64_t clipper) : clipper(clipper) {}
+struct Watch : Numbered<Watch> {
+    using Numbered::Numbered;
 
     // A number for the parameter; the hook is taken off by forget().
     int64_t follow(const Tensor& parameter) {
@@ -105,6 +192,9 @@ struct Watch : torch::CustomClassHolder {
         return -1;
     }
 
+    intrusive_ptr<Pass> current;  // the model's last call
+    int64_t differentiating = -1;  // the pass whose backward is under way
+
    private:
     typedef std::pair<const void*, int64_t> Stamp;  // where a gradient is, and how often it was written to
     inline static const Stamp NONE{nullptr, -1};
@@ -126,52 +216,10 @@ struct Watch : torch::CustomClassHolder {
         Tensor mine;
         std::swap(mine, followed[slot].expected);
         if (!grad.defined()) return;  // kept for the end of the pass
-        if (!mine.defined() || mine.data_ptr() != grad.data_ptr()) refuse(clipper, slot, "stranger");
+        if (!mine.defined() || mine.data_ptr() != grad.data_ptr()) refuse(number, slot, "stranger");
     }
 
-    const int64_t clipper;
     std::vector<Followed> followed;
-};
-
-// ---- one pass through the model
-
-struct Pass : torch::CustomClassHolder {
-    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, std::vector<double> bounds,
-         std::optional<Tensor> device_bounds)
-        : number(number),
-          clipper(clipper),
-          batch(batch),
-          bounds(std::move(bounds)),
-          device_bounds(std::move(device_bounds)),
-          calls(units, 0),
-          recalls(units, 0),
-          clipped(units, 0) {}
-
-    void count(int64_t unit, bool again) { (again ? recalls : calls)[unit]++; }
-    // A checkpoint that keeps its graph calls a unit again without using it again.
-    int64_t uses(int64_t unit) const { return std::max(calls[unit], recalls[unit]); }
-    bool was_clipped(int64_t unit) const { return clipped[unit]; }
-    void set_clipped(int64_t unit) { clipped[unit] = 1; }
-
-    void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
-    std::vector<std::tuple<int64_t, Tensor>> notes() { return noted; }
-
-    Tensor flags(const Tensor& like) {
-        if (!lost.has_value()) lost = at::zeros({batch}, like.options().dtype(at::kInt));
-        return *lost;
-    }
-    std::optional<Tensor> lost_examples() { return lost; }
-
-    const int64_t number, clipper;  // by which Python knows this pass, and whose it is
-    const int64_t batch;
-    const std::vector<double> bounds;  // per group, a little inside
-    const std::optional<Tensor> device_bounds;
-
-   private:
-    std::vector<int64_t> calls, recalls;
-    std::vector<char> clipped;
-    std::vector<std::tuple<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
-    std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group
 };
 
 // ---- launches that Python has recorded
@@ -281,12 +329,12 @@ struct Clipped {
     std::vector<Tensor> sums;  // of weight and bias
 };
 
-struct Layer : torch::CustomClassHolder {
+struct Layer : Numbered<Layer> {
     // numbers: stride, padding, dilation of a convolution; shape of a layer norm. many: groups.
-    Layer(int64_t kind, int64_t clipper, int64_t unit, int64_t group, bool whole, bool bias, bool on_cpu, Ints numbers,
+    Layer(int64_t number, int64_t kind, int64_t unit, int64_t group, bool whole, bool bias, bool on_cpu, Ints numbers,
           int64_t many, double eps, intrusive_ptr<Watch> watch, Ints slots)
-        : kind(kind),
-          clipper(clipper),
+        : Numbered(number),
+          kind(kind),
           unit(unit),
           group(group),
           whole(whole),
@@ -446,7 +494,7 @@ struct Layer : torch::CustomClassHolder {
     }
 
    public:
-    const int64_t kind, clipper, unit, group;
+    const int64_t kind, unit, group;
     const bool whole, bias, on_cpu;
     const Ints numbers;
     const int64_t many;
@@ -463,7 +511,7 @@ struct Layer : torch::CustomClassHolder {
 static std::vector<Tensor> collect(const Layer& layer, const Pass& pass, const Tensor& x, const Tensor& weight,
                                    const variable_list& kept, const Tensor& g) {
     static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::collect", "");
-    torch::jit::Stack stack{layer.clipper, pass.number, layer.unit, x, weight, std::vector<Tensor>(kept), g};
+    torch::jit::Stack stack{pass.clipper, pass.number, layer.unit, x, weight, std::vector<Tensor>(kept), g};
     op.callBoxed(stack);
     return stack.at(0).toTensorVector();
 }
@@ -487,12 +535,12 @@ struct LayerNode : torch::autograd::Function<LayerNode> {
         at::AutoGradMode off(false);
         const auto layer = ctx->saved_data.at("layer").toCustomClass<Layer>();
         const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
-        if (!ctx->saved_data.emplace("done", true).second) refuse(layer->clipper, layer->unit, "twice");
+        if (!ctx->saved_data.emplace("done", true).second) refuse(pass->clipper, layer->unit, "twice");
         const auto saved = ctx->get_saved_variables();
         const Tensor& weight = saved[1];
         const Tensor x = layer->kind == CONVOLUTION ? saved[0] : saved[0].contiguous(), g = grads[0].contiguous();
         const variable_list kept(saved.begin() + 2, saved.end());
-        if (pass->was_clipped(layer->unit)) refuse(layer->clipper, layer->unit, "checkpoints");
+        if (pass->was_clipped(layer->unit)) refuse(pass->clipper, layer->unit, "checkpoints");
         variable_list found(5);
         if (ctx->needs_input_grad(0)) found[0] = layer->input_gradient(x, weight, kept, g);
         Clipped clipped;
@@ -537,29 +585,62 @@ struct OutputNode : torch::autograd::Function<OutputNode> {
         const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
         const double scale = ctx->saved_data.at("scale").toDouble();
         if (grads[0].dim() == 0 && pass->batch > 1) refuse(pass->clipper, 0, "scalar");
-        differentiated(*pass, false);
-        torch::autograd::Engine::get_default_engine().queue_callback([pass] { differentiated(*pass, true); });
+        const auto watch = Watch::find(pass->clipper);
+        watch->differentiating = pass->number;
+        torch::autograd::Engine::get_default_engine().queue_callback([pass, watch] { finish(*pass, *watch); });
         return {scale == 1.0 ? grads[0] : grads[0] * scale, Tensor(), Tensor()};
     }
 
-    static void differentiated(const Pass& pass, bool done) {
-        static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::differentiated", "");
-        torch::jit::Stack stack{pass.clipper, pass.number, done};
+    // The backward pass has ended: Python clips what was kept, and takes what is known of the pass.
+    static void finish(Pass& pass, Watch& watch) {
+        watch.differentiating = -1;
+        static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::finish", "");
+        torch::jit::Stack stack{pass.clipper, pass.number};
         op.callBoxed(stack);
     }
 };
 
-static Tensor run_output(const Tensor& x, const intrusive_ptr<Pass>& pass, double scale) {
-    return OutputNode::apply(x, pass, scale);
+// ---- what Python calls
+
+static void begin(int64_t clipper, int64_t number, int64_t batch, int64_t units, std::vector<double> bounds,
+                  const std::optional<Tensor>& device_bounds) {
+    auto made = c10::make_intrusive<Pass>(number, clipper, batch, units, std::move(bounds), device_bounds);
+    Watch::find(clipper)->current = Pass::enter(std::move(made));
 }
 
-static Tensor run_layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                        const intrusive_ptr<Layer>& layer, const intrusive_ptr<Pass>& pass, bool again) {
-    if (at::GradMode::is_enabled()) pass->count(layer->unit, again);
+static Tensor run_output(const Tensor& x, int64_t pass, double scale) {
+    return OutputNode::apply(x, Pass::find(pass), scale);
+}
+
+static Tensor run_layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t number) {
+    const auto layer = Layer::find(number);
+    const auto pass = layer->watch->current;
+    if (at::GradMode::is_enabled()) pass->count(layer->unit, false);
     return LayerNode::apply(x, weight, bias, layer, pass);
 }
 
-// ---- noise on a GPU
+// In the backward pass, by a checkpoint.
+static Tensor run_layer_again(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t number,
+                              int64_t of_pass) {
+    const auto layer = Layer::find(number);
+    const auto pass = Pass::find(of_pass);
+    pass->count(layer->unit, true);
+    return LayerNode::apply(x, weight, bias, layer, pass);
+}
+
+// What is known of a pass: the groups whose examples were clipped, norms and weights of each, and who was lost.
+static std::tuple<Ints, std::vector<Tensor>, std::optional<Tensor>> notes(int64_t number) {
+    const auto pass = Pass::find(number);
+    Ints groups;
+    std::vector<Tensor> found;
+    for (const auto& [group, both] : pass->noted) {
+        groups.push_back(group);
+        found.push_back(both);
+    }
+    return {groups, found, pass->lost};
+}
+
+// ---- noise
 
 // In place, each gradient g of float32 becomes (g + std z) / divide_by, with z independent N(0, 1) in their order.
 static void add_noise(const std::vector<Tensor>& grads, const std::vector<double>& stds, double divide_by,
@@ -581,35 +662,64 @@ static void add_noise(const std::vector<Tensor>& grads, const std::vector<double
     at::_foreach_div_(grads, divide_by);
 }
 
+// As native.py's add_noise: on the CPU, from ChaCha20 under a key of 32 bytes, the first tensor with nonce ``first``.
+static void add_cipher_noise(const std::vector<Tensor>& grads, const std::vector<double>& stds, double divide_by,
+                             const Ints& key, int64_t first) {
+    TORCH_CHECK(key.size() * sizeof(int64_t) == 32, "a ChaCha20 key has 32 bytes");
+    std::vector<NoiseTarget> targets;
+    int64_t elements = 0;
+    for (size_t i = 0; i < grads.size(); i++) {
+        const Tensor& g = grads[i];
+        TORCH_CHECK(g.is_cpu() && g.is_contiguous(), "noise goes onto contiguous gradients on the CPU");
+        targets.push_back({g.data_ptr(), g.numel(), stds[i], g.scalar_type() == at::kDouble, (uint32_t)(first + i)});
+        elements += g.numel();
+        g.unsafeGetTensorImpl()->bump_version();
+    }
+    gradveil_noise(key.data(), targets.data(), (long)targets.size(), divide_by, workers_for(4 * elements, 1 << 20));
+}
+
 TORCH_LIBRARY(gradveil, m) {
+    m.class_<Pass>("Pass");  // kept by autograd nodes
     m.class_<Watch>("Watch")
-        .def(torch::init<int64_t>())
+        .def(torch::init([](int64_t number) { return Watch::enter(c10::make_intrusive<Watch>(number)); }))
         .def("follow", &Watch::follow)
-        .def("forget", &Watch::forget)
-        .def("expect", &Watch::expect)
-        .def("stamp", &Watch::stamp)
-        .def("clear_stamps", &Watch::clear_stamps)
-        .def("touched", &Watch::touched);
-    m.class_<Pass>("Pass")
-        .def(torch::init<int64_t, int64_t, int64_t, int64_t, std::vector<double>, std::optional<Tensor>>())
-        .def("count", &Pass::count)
-        .def("uses", &Pass::uses)
-        .def("was_clipped", &Pass::was_clipped)
-        .def("set_clipped", &Pass::set_clipped)
-        .def("notes", &Pass::notes)
-        .def("flags", &Pass::flags)
-        .def("lost_examples", &Pass::lost_examples);
+        .def("forget", &Watch::forget);
     m.class_<Layer>("Layer")
-        .def(torch::init<int64_t, int64_t, int64_t, int64_t, bool, bool, bool, Ints, int64_t, double,
-                         intrusive_ptr<Watch>, Ints>())
+        .def(torch::init([](int64_t number, int64_t kind, int64_t unit, int64_t group, bool whole, bool bias,
+                            bool on_cpu, Ints numbers, int64_t many, double eps, const intrusive_ptr<Watch>& watch,
+                            Ints slots) {
+            return Layer::enter(c10::make_intrusive<Layer>(number, kind, unit, group, whole, bias, on_cpu,
+                                                           std::move(numbers), many, eps, watch, std::move(slots)));
+        }))
         .def("learn", &Layer::learn);
-    m.def("layer(Tensor x, Tensor weight, Tensor? bias, __torch__.torch.classes.gradveil.Layer layer, "
-          "__torch__.torch.classes.gradveil.Pass current, bool again) -> Tensor");
-    m.def("collect(int clipper, int current, int unit, Tensor x, Tensor weight, Tensor[] kept, Tensor g) -> Tensor[]");
-    m.def("refuse(int clipper, int unit, str why) -> ()");
-    m.def("output(Tensor x, __torch__.torch.classes.gradveil.Pass current, float scale) -> Tensor");
-    m.def("differentiated(int clipper, int current, bool done) -> ()");
-    m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);
+    m.def("begin(int clipper, int current, int batch, int units, float[] bounds, Tensor? device_bounds) -> ()", begin);
+    m.def("layer(Tensor x, Tensor weight, Tensor? bias, int layer) -> Tensor");
+    m.def("layer_again(Tensor x, Tensor weight, Tensor? bias, int layer, int current) -> Tensor");
+    m.def("output(Tensor x, int current, float scale) -> Tensor");
     m.impl("layer", torch::kAutograd, run_layer);
+    m.impl("layer_again", torch::kAutograd, run_layer_again);
     m.impl("output", torch::kAutograd, run_output);
+    m.def("count(int current, int unit, bool again) -> ()",
+          [](int64_t pass, int64_t unit, bool again) { Pass::find(pass)->count(unit, again); });
+    m.def("uses(int current, int unit) -> int", [](int64_t pass, int64_t unit) { return Pass::find(pass)->uses(unit); });
+    m.def("was_clipped(int current, int unit) -> bool",
+          [](int64_t pass, int64_t unit) { return Pass::find(pass)->was_clipped(unit); });
+    m.def("set_clipped(int current, int unit) -> ()",
+          [](int64_t pass, int64_t unit) { Pass::find(pass)->set_clipped(unit); });
+    m.def("flags(int current, Tensor like) -> Tensor",
+          [](int64_t pass, const Tensor& like) { return Pass::find(pass)->flags(like).alias(); });
+    m.def("notes(int current) -> (int[], Tensor[], Tensor?)", notes);
+    m.def("expect(int clipper, int slot, Tensor total) -> ()",
+          [](int64_t clipper, int64_t slot, const Tensor& total) { Watch::find(clipper)->expect(slot, total); });
+    m.def("stamp(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->stamp(); });
+    m.def("clear_stamps(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->clear_stamps(); });
+    m.def("touched(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->touched(); });
+    m.def("differentiating(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->differentiating; });
+    m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);
+    m.def("add_cipher_noise(Tensor(a!)[] grads, float[] stds, float divide_by, int[] key, int first) -> ()",
+          add_cipher_noise);
+    // What the C++ code calls; layers.py implements it.
+    m.def("collect(int clipper, int current, int unit, Tensor x, Tensor weight, Tensor[] kept, Tensor g) -> Tensor[]");
+    m.def("finish(int clipper, int current) -> ()");
+    m.def("refuse(int clipper, int place, str why) -> ()");
 }

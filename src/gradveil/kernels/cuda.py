@@ -75,8 +75,8 @@ def usable(*tensors: Tensor) -> bool:
     return _triton is not None and all(t.is_cuda and t.dtype != torch.float64 and t.numel() > 0 for t in tensors)
 
 
-# Elements of per-example convolution gradients held at a time: 32 MiB.
-GRADIENT_ELEMENTS = 1 << 23
+# Elements of per-example convolution gradients held at a time: 64 MiB.
+GRADIENT_ELEMENTS = 1 << 24
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

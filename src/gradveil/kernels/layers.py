@@ -6,11 +6,12 @@ cannot be built or is turned off (``GRADVEIL_NATIVE=0``, ``GRADVEIL_LAYERS=0``),
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,54 +32,102 @@ class Owner(Protocol):
         self, current: int, unit: int, x: Tensor, weight: Tensor, kept: list[Tensor], g: Tensor
     ) -> list[Tensor]: ...
 
-    def differentiated(self, current: int, done: bool) -> None: ...
+    def finish_pass(self, current: int) -> None: ...
 
     def refuse(self, place: int, why: str) -> None: ...
 
 
+class NativeWatch:
+    """Gradients on their way to ``.grad``, watched in C++; see clipping/watch.py."""
+
+    def __init__(self, library: Layers, number: int, in_cpp: Any) -> None:
+        self.number, self.in_cpp = number, in_cpp
+        self.follow: Callable[[Tensor], int] = in_cpp.follow
+        self.forget: Callable[[Tensor, int], None] = in_cpp.forget
+        self.expect: Callable[[int, Tensor], None] = partial(library.expect, number)
+        self.stamp: Callable[[], None] = partial(library.stamp, number)
+        self.clear_stamps: Callable[[], None] = partial(library.clear_stamps, number)
+        self.touched: Callable[[], int] = partial(library.touched, number)
+        self.differentiating: Callable[[], int] = partial(library.differentiating, number)
+
+
 class Layers:
-    """The loaded library."""
+    """The loaded library. Owners, passes and layers are known to it by number; see _layers.cpp for each function."""
 
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(str(library))
         self._classes: Any = torch.classes.gradveil
-        self.run: Callable[..., Tensor] = torch.ops.gradveil.layer.default._op
-        self.output: Callable[..., Tensor] = torch.ops.gradveil.output.default._op
-        self.add_noise: Callable[..., None] = torch.ops.gradveil.add_noise.default._op
+        for name in _FUNCTIONS:
+            setattr(self, name, getattr(torch.ops.gradveil, name).default._op)
         self._owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
-        self._next = 0
+        self._numbers = itertools.count()
         self._implementation = torch.library.Library("gradveil", "IMPL")
-        self._implementation.impl("collect", self._collect, "CompositeExplicitAutograd")
-        self._implementation.impl("refuse", self._refuse, "CompositeExplicitAutograd")
-        self._implementation.impl("differentiated", self._differentiated, "CompositeExplicitAutograd")
+        for name, function in (("collect", self._collect), ("finish", self._finish), ("refuse", self._refuse)):
+            self._implementation.impl(name, function, "CompositeExplicitAutograd")
 
-    def enter(self, owner: Owner) -> int:
-        """A number by which the C++ code calls ``owner`` back."""
-        self._next += 1
-        self._owners[self._next] = owner
-        return self._next
+    begin: Callable[..., None]
+    layer: Callable[..., Tensor]
+    layer_again: Callable[..., Tensor]
+    output: Callable[..., Tensor]
+    count: Callable[..., None]
+    uses: Callable[..., int]
+    was_clipped: Callable[..., bool]
+    set_clipped: Callable[..., None]
+    flags: Callable[..., Tensor]
+    notes: Callable[..., tuple[list[int], list[Tensor], Tensor | None]]
+    expect: Callable[..., None]
+    stamp: Callable[..., None]
+    clear_stamps: Callable[..., None]
+    touched: Callable[..., int]
+    differentiating: Callable[..., int]
+    add_noise: Callable[..., None]
+    add_cipher_noise: Callable[..., None]
 
-    def watch(self, owner: int) -> Any:
-        return self._classes.Watch(owner)
+    def next_number(self) -> int:
+        return next(self._numbers)
 
-    def layer(self, *args: Any) -> Any:
-        return self._classes.Layer(*args)
+    def watch_for(self, owner: Owner) -> NativeWatch:
+        """A watch over gradients, whose number is also the one by which the C++ code calls ``owner`` back."""
+        number = self.next_number()
+        self._owners[number] = owner
+        return NativeWatch(self, number, self._classes.Watch(number))
 
-    def start_pass(
-        self, number: int, owner: int, batch: int, units: int, bounds: list[float], device_bounds: Tensor | None
-    ) -> Any:
-        return self._classes.Pass(number, owner, batch, units, bounds, device_bounds)
+    def make_layer(self, *args: Any) -> tuple[int, Any]:
+        """A layer's number, and the layer, which lives as long as it is held."""
+        number = self.next_number()
+        return number, self._classes.Layer(number, *args)
 
     def _collect(
         self, clipper: int, current: int, unit: int, x: Tensor, weight: Tensor, kept: list[Tensor], g: Tensor
     ) -> list[Tensor]:
         return self._owners[clipper].collect_elsewhere(current, unit, x, weight, kept, g)
 
-    def _differentiated(self, clipper: int, current: int, done: bool) -> None:
-        self._owners[clipper].differentiated(current, done)
+    def _finish(self, clipper: int, current: int) -> None:
+        self._owners[clipper].finish_pass(current)
 
     def _refuse(self, clipper: int, place: int, why: str) -> None:
         self._owners[clipper].refuse(place, why)
+
+
+_FUNCTIONS = (
+    "begin",
+    "layer",
+    "layer_again",
+    "output",
+    "count",
+    "uses",
+    "was_clipped",
+    "set_clipped",
+    "flags",
+    "notes",
+    "expect",
+    "stamp",
+    "clear_stamps",
+    "touched",
+    "differentiating",
+    "add_noise",
+    "add_cipher_noise",
+)
 
 
 @lru_cache(maxsize=1)
