@@ -32,7 +32,10 @@ PATIENCE = 5  # a mode takes every k-th turn if a step of it takes 5 k times a p
 LEAST = 5  # samples of each mode that takes every turn, 3 of the others
 SHORT = 0.05  # seconds
 ROW = 0.03  # seconds of a turn on a GPU, or 20 steps if that is less
-ON_CUDA = "highest allocation during a step after warm-up, above the allocation before model and data were made"
+ON_CUDA = (
+    "highest allocation during a step after warm-up, above the allocation before model and data were made; not "
+    "measured for captured steps, whose pool lives as long as the graph"
+)
 
 
 def timed(step: Step, device: str, times: int = 1) -> float:
@@ -88,7 +91,11 @@ def prepare(w: Workload, device: str, modes: list[str], memory_too: bool) -> tup
         except Exception as error:  # a peer's mode that does not take this model is a result, not a failure of ours
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else repr(error)
         else:
-            peak = cuda_peak_bytes(step, before) if cuda else cpu_peak_bytes(w, name) if memory_too else None
+            peak = None
+            if cuda and "captured" not in name:
+                peak = cuda_peak_bytes(step, before)
+            elif memory_too and not cuda:
+                peak = cpu_peak_bytes(w, name)
             ready[name] = Prepared(step, about, peak)
     return ready, failed
 
