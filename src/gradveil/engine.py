@@ -17,7 +17,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +62,7 @@ from gradveil.version import __version__
 
 if TYPE_CHECKING:
     from gradveil.accounting import Statement
+    from gradveil.recording import Recorder
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")
@@ -165,6 +166,8 @@ class PrivacyEngine:
         self._parts = PhysicalParts()
         self._not_finite = NotFiniteCount()
         self._noised_already = False
+        self._recorder: Recorder | None = None
+        self._in_graphs = False  # whether a captured step was made (captured.py)
         self._awaited: AwaitedRelease | None = None
         self.loops = 0  # over the loader
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -214,7 +217,7 @@ class PrivacyEngine:
             )
         if self.plan.strategy.is_private:
             check_optimizer(module, optimizer)
-        self.module, self.optimizer = module, optimizer
+        self.module, self.optimizer, self.physical_batch_size = module, optimizer, physical_batch_size
         self.groups: tuple[Group, ...] = make_groups(module, self.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.plan.strategy.is_private:
@@ -438,6 +441,31 @@ class PrivacyEngine:
         """How many examples had a gradient that is not finite and counted as zero, over all steps."""
         return self._not_finite.read(self.step)
 
+    def capture(self, path: str | os.PathLike[str], *, steps: int | Iterable[int] = 1, view: str = "batch") -> Recorder:
+        """Record what an adversary would see of coming steps, in a folder that only the owner can read.
+
+        steps   how many of the next ones, or which
+        view    "batch", what is released; "per-example", "per-example-noised" with physical_batch_size=1
+
+        The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
+        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see recording.py.
+        (``gradveil.capture`` is something else: a step as CUDA graphs, which cannot be recorded.)
+        """
+        from gradveil.recording import Recorder
+
+        if self._in_graphs:
+            raise ConfigError(
+                "this engine's steps run in CUDA graphs (gradveil.capture), which update the weights as they make the "
+                "release: there is no moment to record it. Record from an eager loop."
+            )
+        if self._recorder is not None and self._recorder.left:
+            raise ConfigError(
+                f"engine.capture is recording to {self._recorder.path}: wait for its steps, or stop() it."
+            )
+        self._recorder = Recorder(self, path, steps=steps, view=view)
+        self._handles += self._recorder.attach()
+        return self._recorder
+
     # ---- for a captured step (captured.py)
 
     @property
@@ -456,7 +484,12 @@ class PrivacyEngine:
 
     def count_lost_from(self, kept: Callable[[], list[Tensor]]) -> None:
         """Counts of examples that are not finite, kept on a GPU by a captured step."""
-        self._not_finite.elsewhere = kept
+        if self._recorder is not None and self._recorder.left:
+            raise ConfigError(
+                "engine.capture has steps left to record, and a captured step updates the weights in the graph that "
+                "makes the release: there is no moment to record it. Train eagerly until they are recorded."
+            )
+        self._not_finite.elsewhere, self._in_graphs = kept, True
 
     @property
     def noise_order(self) -> list[str]:

@@ -35,9 +35,10 @@ def test_the_bound_is_of_what_is_seen(digits):
     assert run(Trial(view="batch", **(settings | {"strategy": "dyn-s-l2max"})), digits).bound is None
 
 
-def test_the_attacker_with_a_list_is_held_to_one_in_a_thousand(digits):
+def test_the_attacker_with_a_list_is_held_to_the_best_guess_from_it(digits):
+    """By the same measure as its success: a candidate that is near enough to others succeeds for them too."""
     outcome = run(Trial(attack="prior", strategy="baseline", view="per-example", victims=5), digits)
-    assert outcome.kappa == pytest.approx(0.001)
+    assert 0.001 < outcome.kappa < 0.05
     assert outcome.to_dict()["result"]["retrieved_first"] == 1.0  # no noise
 
 
@@ -48,6 +49,8 @@ def test_the_attacker_with_a_list_is_held_to_one_in_a_thousand(digits):
         ({"view": "everything"}, "everything"),
         ({"victims": 0}, "victims"),
         ({"step": 1000}, "step 1000"),
+        ({"steps_seen": 0}, "steps seen"),
+        ({"step": 998, "steps_seen": 3}, "3 steps from step 998"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, words):

@@ -39,11 +39,15 @@ class Attack:
 
 
 def squared_differences(
-    found: Mapping[str, Tensor], seen: Mapping[str, Tensor], weights: Mapping[str, float] | None = None
+    found: Mapping[str, Tensor], seen: Mapping[str, Tensor], weights: Mapping[str, float | Tensor] | None = None
 ) -> Tensor:
-    """Sum over parameters of squared differences (V,), each weighted."""
+    """Sum over parameters of squared differences (V,), each weighted by a number or by one for every coordinate."""
     parts = []
     for name, gradient in seen.items():
-        part = (found[name] - gradient).square().flatten(1).sum(1)
-        parts.append(part if weights is None else weights[name] * part)
+        part = (found[name] - gradient).square()
+        weight = 1.0 if weights is None else weights[name]
+        if isinstance(weight, Tensor):
+            parts.append((weight * part).flatten(1).sum(1))
+        else:
+            parts.append(weight * part.flatten(1).sum(1))
     return torch.stack(parts).sum(0)

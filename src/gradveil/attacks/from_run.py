@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradveil import data, models
 from gradveil.config import RunConfig, read_toml
@@ -25,6 +26,7 @@ class Target:
     config: RunConfig
     plan: Parameters
     step: int  # the next to be released; the last one where the run is complete
+    rule_state: Mapping[str, Tensor]  # where quantile-clip and adaclip have moved their bounds to
 
 
 def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
@@ -40,7 +42,10 @@ def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
     loaded = data.load(config.dataset, data_dir=data_dir or config.data_dir)
     model = models.build(config.model, loaded, dropout=config.dropout, activation=config.activation)
     tensors = safetensors.torch.load(run.read_tensors(checkpoint))
-    state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    state, rule_state = (
+        {name.removeprefix(part): t for name, t in tensors.items() if name.startswith(part)}
+        for part in ("model.", "rule.")
+    )
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -48,4 +53,4 @@ def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
     model.eval()  # gradients as the attacker can compute them: no dropout
     assert config.steps is not None
     plan = parameters(**config.plan_settings())
-    return Target(model, loaded, config, plan, min(checkpoint.step, config.steps - 1))
+    return Target(model, loaded, config, plan, min(checkpoint.step, config.steps - 1), rule_state)

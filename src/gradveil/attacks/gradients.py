@@ -16,6 +16,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from gradveil.attacks.observation import Defence, Observation, Sight
+from gradveil.clipping import Harvest
 
 Gradients = dict[str, Tensor]
 
@@ -53,23 +54,41 @@ class VictimGradients:
         if defence.clip is None:
             return self.of_batch(x, y)
         clipped = clip_groups(self.per_example(x, y), defence)
-        return {n: g.sum(1) / defence.normaliser for n, g in clipped.items()}
+        return means({n: g.sum(1) for n, g in clipped.items()}, defence)
 
 
-def clip_groups(gradients: Gradients, defence: Defence) -> Gradients:
-    """Gradients (V, B, *P), each example's scaled down to its group's bound."""
+def clip_groups(gradients: Gradients, defence: Defence, harvest: Harvest | None = None) -> Gradients:
+    """Gradients (V, B, *P), each example's scaled down to its group's bound, as they are summed.
+
+    Where the defence whitens, (g - m) / b is scaled down and then b put back on, but not m: see :func:`means`. A
+    ``harvest`` notes the norms, as the defence's own clipping does.
+    """
     assert defence.clip is not None
     found: Gradients = {}
-    for group, bound in zip(defence.groups, defence.clip, strict=True):
-        flat = [gradients[n].flatten(2) for n in group.parameters]
-        square = torch.stack([f.square().sum(2) for f in flat]).sum(0)
+    for index, (group, bound) in enumerate(zip(defence.groups, defence.clip, strict=True)):
+        own = {n: gradients[n] for n in group.parameters}
+        if defence.whitening is not None:
+            own = {n: (g - defence.whitening[n][0]) / defence.whitening[n][1] for n, g in own.items()}
+        square = torch.stack([g.flatten(2).square().sum(2) for g in own.values()]).sum(0)
         # The derivative of a root at 0 is infinite; a gradient of exactly 0 is not scaled.
         norm = torch.where(square > 0, square, torch.ones_like(square)).sqrt()
         weight = torch.clamp(bound / norm, max=1.0)
-        for name in group.parameters:
-            grad = gradients[name]
-            found[name] = grad * weight.view(*weight.shape, *[1] * (grad.dim() - 2))
+        if harvest is not None:
+            harvest.note(index, square.sqrt().flatten(), weight.flatten(), bound)
+        for name, grad in own.items():
+            scaled = grad * weight.view(*weight.shape, *[1] * (grad.dim() - 2))
+            found[name] = scaled if defence.whitening is None else scaled * defence.whitening[name][1]
+    if harvest is not None:
+        harvest.examples += square.numel()
     return found
+
+
+def means(sums: Gradients, defence: Defence) -> Gradients:
+    """Sums of clipped gradients as they are released but for the noise: divided, and the centre put back on."""
+    found = {n: g / defence.normaliser for n, g in sums.items()}
+    if defence.whitening is None:
+        return found
+    return {n: g + defence.whitening[n][0] for n, g in found.items()}
 
 
 def model_at(observation: Observation, sight: Sight) -> VictimGradients:

@@ -1,7 +1,8 @@
 """Attacks that descend by Adam on inputs kept in [0, 1]: the clip-aware one, and the one by angle.
 
     map         ours: clips its own dummy gradient as the defence does, weighs each layer by its known noise, adds a
-                total-variation prior; all observed steps jointly. The most probable input given what was seen.
+                total-variation prior (images); all observed steps jointly. The most probable input given what was
+                seen.
     inverting   cosine similarity and total variation, signed steps (Geiping et al. 2020)
 
 Both try several starts and keep, for every victim, the one with the smallest loss of their own.
@@ -47,6 +48,10 @@ class _Descent(Attack):
     def objective(self, observation: Observation, labels: Tensor) -> Objective:
         raise NotImplementedError
 
+    def starts_at(self, observation: Observation, attempt: int, generator: torch.Generator) -> Tensor:
+        """Where an attempt starts, (V, B, *shape) in [0, 1]."""
+        return start_of(observation, self.start, generator)
+
     def scaled(self, gradient: Tensor) -> Tensor:
         """What is made of a gradient before it is used."""
         return gradient
@@ -56,8 +61,8 @@ class _Descent(Attack):
         labels = infer_labels(observation)
         objective = self.objective(observation, labels)
         best: Reconstruction | None = None
-        for _ in range(self.restarts):
-            start = start_of(observation, self.start, generator)
+        for i in range(self.restarts):
+            start = self.starts_at(observation, i, generator)
             attempt = self._attempt(start, labels, objective, iterations)
             best = attempt if best is None else _better(best, attempt)
         assert best is not None
@@ -109,8 +114,10 @@ def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
 class MAP(_Descent):
     """``variation``: the prior's weight, in nats per unit of total variation.
 
-    ``public``: examples of the same kind that the attacker has (n, *shape). Their mean and spread, pixel by pixel, are
-    then part of what is probable: under much noise the answer tends to their mean and not to nothing.
+    ``public``: examples of the same kind that the attacker has (n, *shape); default: those of the observation. Their
+    mean and spread, pixel by pixel, are then part of what is probable: under much noise the answer tends to their mean
+    and not to nothing. Of bits too: odds instead would drive rare ones to 0 for good before they are heard. The first
+    of the attempts starts at that mean.
     """
 
     name = "map"
@@ -125,17 +132,29 @@ class MAP(_Descent):
         """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
         if any(sight.defence.noise_std is not None for sight in observation.sights):
             return super().run(observation, iterations=iterations, seed=seed)
-        attempts = [
-            ClipAwareMatching().run(observation, iterations=iterations, seed=seed + i) for i in range(self.restarts)
-        ]
+        ways = [ClipAwareMatching() for _ in range(self.restarts)]
+        public = self._public(observation)
+        if public is not None and observation.batch == 1:  # the examples of a batch would start, and stay, together
+            ways[0] = ClipAwareMatching(start="image", image=public.mean(0))
+        attempts = [way.run(observation, iterations=iterations, seed=seed + i) for i, way in enumerate(ways)]
         return functools.reduce(_better, attempts)
+
+    def starts_at(self, observation: Observation, attempt: int, generator: torch.Generator) -> Tensor:
+        start = super().starts_at(observation, attempt, generator)
+        public = self._public(observation)
+        # Not quite at the mean: the examples of a batch would start, and stay, together.
+        return start if public is None or attempt > 0 else 0.1 * start + 0.9 * public.mean(0)
+
+    def _public(self, observation: Observation) -> Tensor | None:
+        if self.public is not None:
+            return self.public.to(observation.device)
+        return None if observation.public is None else observation.public.x.to(observation.device)
 
     def objective(self, observation: Observation, labels: Tensor) -> Objective:
         known = [(model_at(observation, sight), sight, precisions(sight)) for sight in observation.sights]
-
+        public = self._public(observation)
         centre = spread = None
-        if self.public is not None:
-            public = self.public.to(observation.device)
+        if public is not None:
             centre, spread = public.mean(0), public.std(0).clamp(min=_LEAST_SPREAD)
 
         def loss(x: Tensor) -> Tensor:
@@ -150,15 +169,19 @@ class MAP(_Descent):
         return loss
 
 
-def precisions(sight: Sight) -> dict[str, float]:
-    """1 / std^2 of the noise on each parameter's gradient; without noise, that of a thousandth of its own size."""
-    names = list(sight.gradients)
-    sizes = {n: math.sqrt(float(sight.gradients[n].square().mean())) for n in names}
-    floor = {n: max(1e-3 * size, 1e-12) for n, size in sizes.items()}
-    if sight.defence.noise_std is None:
-        return {n: 1.0 / floor[n] ** 2 for n in names}
-    stds = sight.defence.of_parameter(sight.defence.noise_std)
-    return {n: 1.0 / max(stds[n], floor[n]) ** 2 for n in names}
+def precisions(sight: Sight) -> dict[str, float | Tensor]:
+    """1 / std^2 of the noise on each parameter's gradient, for every coordinate where they differ (adaclip).
+
+    Without noise, or with next to none, that of a thousandth of the gradient's own size.
+    """
+    stds = sight.defence.noise_of_parameter()
+    found: dict[str, float | Tensor] = {}
+    for name, gradient in sight.gradients.items():
+        floor = max(1e-3 * math.sqrt(float(gradient.square().mean())), 1e-12)
+        std = floor if stds is None else stds[name]
+        size = math.sqrt(float(std.square().mean())) if isinstance(std, Tensor) else std
+        found[name] = 1.0 / (std * max(1.0, floor / size)) ** 2
+    return found
 
 
 class Inverting(_Descent):

@@ -2,7 +2,7 @@
 
 With cross entropy, the gradient of the logit of class k is p_k - [k is the label]: of one example, the row of the last
 weight's gradient is the feature vector times that number, and negative for the label alone (features that are positive,
-as after a sigmoid or ReLU). The bias' gradient, where there is one, is that number itself.
+as after a sigmoid or ReLU). Of a batch, see counts.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.counts import label_counts
 from gradveil.attacks.observation import Observation
 from gradveil.errors import UnsupportedModelError
 
@@ -26,26 +27,24 @@ def last_linear(module: nn.Module, classes: int) -> str:
 
 
 def infer_labels(observation: Observation) -> Tensor:
-    """The labels (V, B) of every victim, those of a batch in no particular order.
+    """The labels (V, B) of every victim, those of a batch in ascending order, for which is whose does not show.
 
-    One example: the class whose row of the last gradient has the smallest sum. A batch: B classes are taken one after
-    the other, each time the smallest, to which then an example's share is added back.
+    One example: the class whose row of the last gradient has the smallest sum, over all steps that are seen.
     """
-    sight = observation.sights[0]
     name = last_linear(observation.module, observation.classes)
-    weight = sight.gradients[f"{name}.weight"]
-    bias = sight.gradients.get(f"{name}.bias")
-    score = weight.flatten(2).sum(2) if bias is None or observation.batch == 1 else bias
-    score = score.clone()
     if observation.batch == 1:
-        return score.argmin(1, keepdim=True)
-    if bias is not None:
-        share = torch.full((len(score),), 1.0 / observation.batch, dtype=score.dtype, device=score.device)
-    else:  # the smallest sum of all classes that have an example is that of about one example
-        share = -score.clamp(max=0.0).sum(1) / observation.batch
-    labels = []
-    for _ in range(observation.batch):
-        label = score.argmin(1)
-        labels.append(label)
-        score[torch.arange(len(score), device=score.device), label] += share
-    return torch.stack(labels, 1)
+        sums = [sight.gradients[f"{name}.weight"].flatten(2).sum(2) for sight in observation.sights]
+        return torch.stack(sums).sum(0).argmin(1, keepdim=True)
+    counts = label_counts(observation, name)
+    classes = torch.arange(observation.classes, device=counts.device)
+    return torch.stack([classes.repeat_interleave(row) for row in counts])
+
+
+def counts_recovered(found: Tensor, secret: Tensor) -> Tensor:
+    """The share of every victim's labels (V, B) that were found, (V,): as many of each class as both have."""
+    classes = int(torch.maximum(found.max(), secret.max())) + 1
+    both = [
+        torch.minimum(torch.bincount(a, minlength=classes), torch.bincount(b, minlength=classes)).sum()
+        for a, b in zip(found, secret, strict=True)
+    ]
+    return torch.stack(both).double() / secret.shape[1]

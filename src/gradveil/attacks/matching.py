@@ -44,8 +44,12 @@ class _Matching(Attack):
         """What the attacker expects to see of these inputs."""
         return model.of_batch(x, y)
 
+    def _sights(self, observation: Observation) -> tuple[Sight, ...]:
+        """The steps that are matched: of several, the first, for these attacks were published for one gradient."""
+        return observation.sights[:1]
+
     def _scale(self, sight: Sight) -> Tensor:
-        """What each victim's loss is multiplied by, (V,)."""
+        """What each victim's loss is multiplied by at one step, (V,)."""
         first = next(iter(sight.gradients.values()))
         return torch.ones(len(first), dtype=first.dtype, device=first.device)
 
@@ -61,17 +65,19 @@ class _Matching(Attack):
     def _descend(
         self, observation: Observation, numbers: Tensor, unpack: Unpack, shape: torch.Size, iterations: int
     ) -> Reconstruction:
-        sight, device, victims = observation.sights[0], observation.device, observation.victims
-        model = model_at(observation, sight)
+        device, victims = observation.device, observation.victims
+        known = [(model_at(observation, s), s, self._scale(s)) for s in self._sights(observation)]
         rows = torch.arange(victims, device=device)  # which victims are still worked on
-
-        scale = self._scale(sight)
 
         def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:
             with torch.enable_grad():
                 flat = flat.detach().requires_grad_()
-                seen = {name: g[rows] for name, g in sight.gradients.items()}
-                loss = scale[rows] * squared_differences(self._gradients(model, *unpack(flat, rows), sight), seen)
+                x, y = unpack(flat, rows)
+                parts = []
+                for model, sight, scale in known:
+                    seen = {name: g[rows] for name, g in sight.gradients.items()}
+                    parts.append(scale[rows] * squared_differences(self._gradients(model, x, y, sight), seen))
+                loss = torch.stack(parts).sum(0)
                 (gradient,) = torch.autograd.grad(loss.sum(), flat)
             return loss.detach(), gradient
 
@@ -130,10 +136,13 @@ class DLG(_Matching):
 
 
 class ClipAwareMatching(_Matching):
-    """CPL that clips its own gradient as the defence does: part of map, for what is seen without noise."""
+    """CPL that clips its own gradient as the defence does, at every step that is seen: part of map, without noise."""
 
     name = "clip-aware matching"
     start = "half"
+
+    def _sights(self, observation: Observation) -> tuple[Sight, ...]:
+        return observation.sights
 
     def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
         return model.released(x, y, sight.defence)

@@ -1,5 +1,7 @@
 """How near a reconstruction came. Images are in [0, 1]; what an attack returns is clamped to that before it is judged.
 
+Tables of bits are rounded before they are judged: what counts is how many features are wrong.
+
 Legend: V victims, B examples of one victim.
 """
 
@@ -40,6 +42,17 @@ def ssim(a: Tensor, b: Tensor, window: int = 7) -> Tensor:
     c1, c2 = 0.01**2, 0.03**2
     value = ((2 * mean_a * mean_b + c1) * (2 * both + c2)) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
     return value.flatten(1).mean(1).view(shape)
+
+
+def is_binary(x: Tensor) -> bool:
+    """Whether these are rows of bits: tables such as Purchase and Location, not images."""
+    rows = x.dim() <= 3  # (n, features) or (V, B, features)
+    return rows and bool(((x == 0) | (x == 1)).all())
+
+
+def wrong_features(a: Tensor, b: Tensor) -> Tensor:
+    """Hamming distance (V, B) of reconstructions (V, B, features), rounded to 0 or 1, from bits."""
+    return ((a > 0.5) != (b > 0.5)).flatten(2).sum(2)
 
 
 def matched(found: Tensor, secret: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradveil.clipping.clipper import Whitening
 from gradveil.clipping.groups import Group
 from gradveil.errors import ConfigError, UnknownNameError
 
@@ -22,7 +23,11 @@ VIEWS = ("per-example", "per-example-noised", "batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Defence:
-    """What is public about a released gradient. Lists run over ``groups``; None: not clipped, not noised."""
+    """What is public about a released gradient. Lists run over ``groups``; None: not clipped, not noised.
+
+    With ``whitening`` (adaclip), a gradient g is clipped as (g - m) / b, the noise on a coordinate is ``noise_std``
+    times its b, and m is added to what is seen.
+    """
 
     groups: tuple[Group, ...]
     clip: tuple[float, ...] | None = None  # every example's gradient was scaled down to this norm
@@ -30,6 +35,8 @@ class Defence:
     normaliser: float = 1.0  # what the sum over examples was divided by
     strategy: str = "non-private"
     sensitivity_rule: str | None = None
+    whitening: Whitening | None = None  # by parameter: centre m and scale b of its coordinates
+    side_inverse_square: float = 0.0  # what is released beside the gradient (counts) adds to 1/z^2 of the step
 
     def __post_init__(self) -> None:
         for name in ("clip", "noise_std"):
@@ -40,6 +47,15 @@ class Defence:
     def of_parameter(self, values: Sequence[float]) -> dict[str, float]:
         """A value per group as a value per parameter."""
         return {name: v for group, v in zip(self.groups, values, strict=True) for name in group.parameters}
+
+    def noise_of_parameter(self) -> dict[str, float | Tensor] | None:
+        """The std of the noise on each parameter's gradient, a number or one for every coordinate; None: no noise."""
+        if self.noise_std is None:
+            return None
+        stds = self.of_parameter(self.noise_std)
+        if self.whitening is None:
+            return dict(stds)
+        return {name: std * self.whitening[name][1] for name, std in stds.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +68,27 @@ class Sight:
     defence: Defence
 
 
+@dataclass(frozen=True)
+class Public:
+    """Examples of the same kind that anyone may have: inputs (n, *shape) and, where they are known, labels (n)."""
+
+    x: Tensor
+    y: Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """All that an attack is given. Inputs are known to lie in [0, 1]."""
+    """All that an attack is given. Inputs are known to lie in [0, 1].
+
+    Several sights are of several steps with the same examples behind each: what they tell adds up.
+    """
 
     module: nn.Module  # its architecture; weights are those of each sight
     sights: tuple[Sight, ...]
     input_shape: tuple[int, ...]
     classes: int
     batch: int = 1
+    public: Public | None = None  # what the adversary knows of such data beforehand
 
     def __post_init__(self) -> None:
         if not self.sights:

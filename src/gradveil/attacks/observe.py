@@ -4,22 +4,29 @@
     per-example-noised   the same with the noise that the released mean gets
     batch                the released mean of all B examples, noised
 
-The noise is that of the strategy at the step: sigma_t S_t / B, with S_t by its own rule. For the l2-max strategies S_t
-is taken over the examples that are given; with the rest of the training batch as ``companions`` it is the batch's.
+Bounds, sensitivity and noise are those of the strategy at the step, by its own rules: sigma_t S_t / B. For the l2-max
+strategies S_t is taken over the examples that are given; with the rest of the training batch as ``companions`` it is
+the batch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.gradients import Gradients, VictimGradients, clip_groups
-from gradveil.attacks.observation import VIEWS, Defence, Observation, Secret, Sight
+from gradveil.attacks.gradients import Gradients, VictimGradients, clip_groups, means
+from gradveil.attacks.observation import VIEWS, Defence, Observation, Public, Secret, Sight
+from gradveil.bounds import BoundRule, make_rule
+from gradveil.clipping import Harvest
 from gradveil.clipping.groups import Clipping, Group, make_groups
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.release import StepFacts, noise_scale
 from gradveil.strategies import Parameters
+
+_AT_ONCE = 256  # examples whose gradients are held at the same time
 
 
 def observe(
@@ -36,12 +43,19 @@ def observe(
     generator: torch.Generator,
     companions: tuple[Tensor, Tensor] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    rule: BoundRule | None = None,
+    public: Public | None = None,
+    harvest: Harvest | None = None,
 ) -> tuple[Observation, Secret]:
     """What is seen of victims x (V, B, *shape), y (V, B) at one step, and the secret behind it.
 
     plan             the strategy with its numbers; None: plain gradients
     training_batch   the expected batch size by which the mean is taken (default: B)
     weights          the model's state at that step (default: as it is)
+    rule             where the clip bounds are at that step (default: where the strategy starts). Quantile-clip and
+                     adaclip move them by what they have released before; of a run, give the rule as the run left it.
+    public           what the adversary knows of such data beforehand
+    harvest          notes the norms of all examples, for a rule that learns from them
     """
     if view not in VIEWS:
         raise UnknownNameError("view", view, VIEWS)
@@ -52,24 +66,40 @@ def observe(
     state = {n: t.detach() for n, t in (weights or dict(module.state_dict())).items()}
     model = VictimGradients(module, state)
     groups = make_groups(module, clipping)
-    private = plan is not None and plan.strategy.is_private
     with torch.no_grad():
-        if not private:
+        if plan is None or not plan.strategy.is_private:
             gradients = model.of_batch(x, y)
             defence = Defence(groups=groups, normaliser=float(x.shape[1]))
         else:
-            assert plan is not None
-            if plan.strategy.bounds not in ("constant", "decay", "private-quantile"):
-                raise ConfigError(
-                    f"strategy {plan.strategy.name!r} clips in coordinates that it learns from its own releases: they "
-                    "are known to a running engine only. Observe a live run."
-                )
-            gradients, defence = _private(model, x, y, plan, view, step, training_batch, groups, generator, companions)
+            mean_over = float(training_batch or x.shape[1])
+            rule = rule or starting_rule(plan, module, groups, mean_over, device=x.device)
+            norms = harvest or Harvest(len(groups))
+            gradients, defence = _private(
+                model, x, y, plan, rule, view, step, mean_over, groups, generator, companions, norms
+            )
     sight = Sight(step=step, gradients=gradients, weights=state, defence=defence)
+    shape = tuple(x.shape[2:])
     seen = Observation(
-        module=module, sights=(sight,), input_shape=tuple(x.shape[2:]), classes=classes, batch=x.shape[1]
+        module=module, sights=(sight,), input_shape=shape, classes=classes, batch=x.shape[1], public=public
     )
     return seen, Secret(x, y)
+
+
+def starting_rule(
+    plan: Parameters,
+    module: nn.Module,
+    groups: tuple[Group, ...],
+    mean_over: float,
+    *,
+    device: torch.device,
+    state: Mapping[str, Tensor] | None = None,
+) -> BoundRule:
+    """The strategy's bound rule as it starts, or in the ``state`` in which a run left it."""
+    trained = {n: p.detach().to(device) for n, p in module.named_parameters() if p.requires_grad}
+    rule = make_rule(plan, groups, parameters=trained, batch_size=mean_over, options={})
+    if state:
+        rule.load_state_dict(state)
+    return rule
 
 
 def _private(
@@ -77,69 +107,49 @@ def _private(
     x: Tensor,
     y: Tensor,
     plan: Parameters,
+    rule: BoundRule,
     view: str,
     step: int,
-    training_batch: int | None,
+    mean_over: float,
     groups: tuple[Group, ...],
     generator: torch.Generator,
     companions: tuple[Tensor, Tensor] | None,
+    harvest: Harvest,
 ) -> tuple[Gradients, Defence]:
-    mean_over = float(training_batch or x.shape[1])
-    bounds = (float(plan.clip(step)),) * len(groups)
-    clipped_only = Defence(groups=groups, clip=bounds)
-    clipped = clip_groups(model.per_example(x, y), clipped_only)
-    summed = {n: g.sum(1) for n, g in clipped.items()}
-    # A single example is seen at its own size; a batch as the mean that is released.
-    normaliser = mean_over if view == "batch" else 1.0
-    gradients = {n: g / normaliser for n, g in summed.items()}
-    stds = None
-    if view != "per-example":
-        beside = _summed_norms(model, companions, clipped_only)
-        sensitivity = _sensitivity(plan, groups, clipped, bounds, mean_over, beside)
-        scale = plan.varsigma if plan.fixed_variance else plan.sigma(step) * sensitivity
-        stds = (scale / mean_over,) * len(groups)
-        gradients = {n: g + stds[0] * torch.randn(g.shape, generator=generator).to(g) for n, g in gradients.items()}
-    defence = Defence(
+    # The rule goes on learning; what was seen at this step stays as it was.
+    whitening = rule.whitening and {n: (m.clone(), b.clone()) for n, (m, b) in rule.whitening.items()}
+    known = Defence(
         groups=groups,
-        clip=bounds,
-        noise_std=stds,
-        normaliser=normaliser,
+        clip=rule.bounds(step),
+        # A single example is seen at its own size; a batch as the mean that is released.
+        normaliser=mean_over if view == "batch" else 1.0,
         strategy=plan.strategy.name,
         sensitivity_rule=plan.sensitivity_rule,
+        whitening=whitening,
+        side_inverse_square=rule.side_inverse_square,
     )
-    return gradients, defence
+    sums = _clipped_sums(model, x, y, known, harvest)
+    gradients = means(sums, known)
+    if view == "per-example":
+        return gradients, known
+    total = {n: g.sum(0) for n, g in sums.items()}  # all victims share a training batch, with their companions
+    if companions is not None:
+        beside = _clipped_sums(model, companions[0].unsqueeze(0), companions[1].unsqueeze(0), known, harvest)
+        total = {n: g + beside[n][0] for n, g in total.items()}
+    scale = noise_scale(plan, step, StepFacts(rule.bounds(step), harvest, groups, total, mean_over))
+    defence = replace(known, noise_std=tuple(std / mean_over for std in scale.stds))
+    stds = defence.noise_of_parameter()
+    assert stds is not None
+    noised = {n: g + stds[n] * torch.randn(g.shape, generator=generator).to(g) for n, g in gradients.items()}
+    return noised, defence
 
 
-def _summed_norms(
-    model: VictimGradients, companions: tuple[Tensor, Tensor] | None, defence: Defence
-) -> tuple[float, Gradients] | None:
-    """Of the rest of the training batch: the largest clipped norm of a group, and the clipped sum."""
-    if companions is None:
-        return None
-    clipped = clip_groups(model.per_example(companions[0].unsqueeze(0), companions[1].unsqueeze(0)), defence)
-    return _largest(clipped, defence.groups), {n: g.sum((0, 1)) for n, g in clipped.items()}
-
-
-def _largest(clipped: Gradients, groups: tuple[Group, ...]) -> float:
-    norms = [
-        torch.stack([clipped[n].flatten(2).square().sum(2) for n in group.parameters]).sum(0).sqrt() for group in groups
-    ]
-    return float(torch.stack(norms).max())
-
-
-def _sensitivity(
-    plan: Parameters,
-    groups: tuple[Group, ...],
-    clipped: Gradients,
-    bounds: tuple[float, ...],
-    mean_over: float,
-    beside: tuple[float, Gradients] | None,
-) -> float:
-    """S of the step; by the l2-max rules from the examples of all victims, which share a training batch."""
-    if plan.sensitivity_rule == "clip":
-        return bounds[0]
-    if plan.sensitivity_rule == "l2max-example":
-        return max(_largest(clipped, groups), beside[0] if beside is not None else 0.0)
-    total = {n: g.sum((0, 1)) + (beside[1][n] if beside is not None else 0.0) for n, g in clipped.items()}
-    norms = [torch.stack([total[n].square().sum() for n in group.parameters]).sum().sqrt() for group in groups]
-    return float(torch.stack(norms).max()) / mean_over
+def _clipped_sums(model: VictimGradients, x: Tensor, y: Tensor, defence: Defence, harvest: Harvest) -> Gradients:
+    """The sum (V, *P) over every victim's examples, each clipped; a few at a time, for a batch may be large."""
+    sums: Gradients = {}
+    width = max(1, _AT_ONCE // len(x))
+    for start in range(0, x.shape[1], width):
+        part = slice(start, start + width)
+        clipped = clip_groups(model.per_example(x[:, part], y[:, part]), defence, harvest)
+        sums = {n: g.sum(1) + sums.get(n, 0.0) for n, g in clipped.items()}
+    return sums

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import Attack, Reconstruction, squared_differences
+from gradveil.attacks.attack import Attack, Reconstruction
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.inversion import precisions
-from gradveil.attacks.observation import Observation
+from gradveil.attacks.observation import Observation, Sight
 from gradveil.errors import ConfigError
 
 _AT_ONCE = 256
@@ -29,26 +29,23 @@ class Prior(Attack):
         self.x, self.y = x, y
 
     def scores(self, observation: Observation) -> Tensor:
-        """How badly each candidate fits each victim's gradients, (V, n): minus the log likelihood, up to a constant."""
+        """How badly each candidate fits each victim's gradients, (V, n): minus the log likelihood, up to a constant.
+
+        All steps that are seen count together.
+        """
         if observation.batch != 1:
             raise ConfigError("the prior attack tells single examples apart; each victim here is a batch.")
         parts = []
         for start in range(0, len(self.x), _AT_ONCE):
             x = self.x[start : start + _AT_ONCE].unsqueeze(1).to(observation.device)
             y = self.y[start : start + _AT_ONCE].unsqueeze(1).to(observation.device)
-            total = torch.zeros(observation.victims, len(x), device=observation.device)
-            for sight in observation.sights:
-                with torch.no_grad():
-                    found = model_at(observation, sight).released(x, y, sight.defence)
-                weights = precisions(sight)
-                for v in range(observation.victims):
-                    seen = {n: g[v : v + 1] for n, g in sight.gradients.items()}
-                    total[v] += 0.5 * squared_differences(found, seen, weights)
-            parts.append(total)
+            fits = [_misfit(observation, sight, x, y) for sight in observation.sights]
+            parts.append(torch.stack(fits).sum(0))
         return torch.cat(parts, 1)
 
     def run(self, observation: Observation, *, iterations: int = 1, seed: int = 0) -> Reconstruction:
         scores = self.scores(observation)
+        scores = torch.where(torch.isnan(scores), float("inf"), scores)  # a candidate without a gradient is not it
         best = scores.argmin(1).cpu()
         x = self.x[best].unsqueeze(1).to(observation.device)
         loss = scores.amin(1)
@@ -60,3 +57,18 @@ class Prior(Attack):
             frames={0: x.clone()},
             failed=~torch.isfinite(loss),
         )
+
+
+def _misfit(observation: Observation, sight: Sight, x: Tensor, y: Tensor) -> Tensor:
+    """Half the weighted squared distance of every candidate's gradient from every victim's, (V, n)."""
+    with torch.no_grad():
+        found = model_at(observation, sight).released(x, y, sight.defence)
+    total = torch.zeros(observation.victims, len(x), dtype=torch.float64, device=x.device)
+    for name, precision in precisions(sight).items():
+        root = torch.as_tensor(precision).to(found[name]).sqrt()
+        ours, theirs = (found[name] * root).flatten(1), (sight.gradients[name] * root).flatten(1)
+        centre = ours.nanmean(0)  # taken off both: then little cancels in the difference of squares
+        ours, theirs = ours - centre, theirs - centre
+        squares = theirs.square().sum(1, keepdim=True) + ours.square().sum(1)
+        total += 0.5 * (squares - 2.0 * theirs @ ours.T).clamp(min=0.0)
+    return total

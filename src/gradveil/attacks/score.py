@@ -1,85 +1,27 @@
 """Judging reconstructions: against the truth, against guessing, and against what theory allows.
 
-A success is better than every guess: PSNR 6 dB above the best constant image and above the mean training image,
-whichever is nearer to the victim. The paper's own criterion (MSE below 0.70) is reported beside it under both readings,
-per pixel as the text says and as the plain l2 distance that the released code saves; for images in [0, 1] a black
-square passes the first.
+A success is better than every guess. Images: PSNR 6 dB above the best constant image and above the mean training image,
+whichever is nearer to the victim. Tables of bits: at most a quarter of the wrong features of the best of all zeros, all
+ones and the rounded mean row, which is the same margin. The paper's own criterion (MSE below 0.70) is reported beside
+it for images under both readings, per pixel as the text says and as the plain l2 distance that the released code saves;
+for images in [0, 1] a black square passes the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradveil.attacks.attack import Reconstruction
-from gradveil.attacks.metrics import matched, mse, psnr, rank_in, ssim
+from gradveil.attacks.labels import counts_recovered
+from gradveil.attacks.marks import MARGIN_DB, MARGIN_WRONG, ImageScore, Score, TableScore
+from gradveil.attacks.metrics import is_binary, matched, mse, psnr, rank_in, ssim, wrong_features
 from gradveil.attacks.observation import Secret
 
-MARGIN_DB = 6.0  # above every guess
-PAPER_THRESHOLD = 0.70
-_RESAMPLES = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """Per example of every victim, flat (V B): what was reached, and what guessing reaches."""
-
-    psnr: Tensor
-    ssim: Tensor | None  # images only
-    mse: Tensor
-    distance: Tensor  # l2, the paper's code's "mse"
-    label_right: Tensor
-    guess_psnr: Tensor  # of the better of the two guesses
-    rank: Tensor | None  # how many training examples are nearer than the right one
-    failed: Tensor
-
-    @property
-    def success(self) -> Tensor:
-        """Better than every guess by a margin."""
-        return (self.psnr >= self.guess_psnr + MARGIN_DB) & ~self.failed
-
-    def success_at(self, threshold: float) -> float:
-        """The share of examples that came out above a PSNR."""
-        return float(((self.psnr >= threshold) & ~self.failed).double().mean())
-
-    def summary(self, seed: int = 0) -> dict[str, Any]:
-        """Medians, the worst 5 % (the best for the attacker), rates, and 95 % bootstrap intervals."""
-        found: dict[str, Any] = {
-            "examples": len(self.psnr),
-            "psnr_median": float(self.psnr.median()),
-            "psnr_median_interval": _interval(self.psnr, np.median, seed),
-            "psnr_worst_5_percent": float(self.psnr.double().quantile(0.95)),
-            "mse_median": float(self.mse.median()),
-            "success_rate": float(self.success.double().mean()),
-            "success_rate_interval": _interval(self.success.double(), np.mean, seed),
-            "success_curve": {str(db): self.success_at(db) for db in range(5, 45, 5)},
-            "labels_right": float(self.label_right.double().mean()),
-            "failed": int(self.failed.sum()),
-            "guess_psnr_median": float(self.guess_psnr.median()),
-            "paper": {
-                "asr_mse_per_pixel": float((self.mse < PAPER_THRESHOLD).double().mean()),
-                "asr_l2_distance": float((self.distance < PAPER_THRESHOLD).double().mean()),
-            },
-        }
-        if self.ssim is not None:
-            found["ssim_median"] = float(self.ssim.median())
-        if self.rank is not None:
-            found["rank_median"] = float(self.rank.double().median())
-            found["retrieved_first"] = float((self.rank == 0).double().mean())
-        return found
-
-
-def _interval(values: Tensor, statistic: Any, seed: int) -> list[float]:
-    rng = np.random.default_rng(seed)
-    data = values.detach().cpu().double().numpy()
-    picks = rng.integers(0, len(data), size=(_RESAMPLES, len(data)))
-    found = statistic(data[picks], axis=1)
-    return [float(q) for q in np.quantile(found, (0.025, 0.975))]
+__all__ = ["Score", "best_guess", "controls", "fewest_wrong", "guessing_chance", "score", "table_rows"]
 
 
 def score(
@@ -90,28 +32,40 @@ def score(
     candidates: Tensor | None = None,
     candidate_index: Tensor | None = None,
 ) -> Score:
-    """Judge a reconstruction. ``mean_image`` is that of training examples other than the victims.
+    """Judge a reconstruction. ``mean_image`` is that of training examples other than the victims (of rows too).
 
     candidates         training examples to be retrieved from, with ``candidate_index`` (V, B) of the right ones
     """
-    order = matched(reconstruction.x, secret.x)
-    x = _in_order(reconstruction.x, order)
-    labels = torch.gather(reconstruction.labels, 1, order)
     truth = secret.x
-    images = truth.dim() == 5
-    failed = reconstruction.failed.unsqueeze(1).expand(truth.shape[:2]).flatten()
+    # A failed attack is judged as one that returned grey: no number that is not finite gets into a summary.
+    broken = ~torch.isfinite(reconstruction.x).flatten(1).all(1)
+    guess = torch.nan_to_num(reconstruction.x, 0.5, 0.5, 0.5)
+    order = matched(guess, truth)
+    x = _in_order(guess, order)
+    labels = torch.gather(reconstruction.labels, 1, order)
     ranks = None
     if candidates is not None and candidate_index is not None:
         ranks = rank_in(x.flatten(0, 1), candidate_index.flatten(), candidates)
-    return Score(
+    common: dict[str, Any] = {
+        "label_right": (labels == secret.y).flatten(),
+        "counts_right": counts_recovered(labels, secret.y),
+        "rank": ranks,
+        "failed": (reconstruction.failed | broken).unsqueeze(1).expand(truth.shape[:2]).flatten(),
+    }
+    if is_binary(truth):
+        return TableScore(
+            features=truth.shape[2],
+            wrong=wrong_features(x, truth).flatten(),
+            guess_wrong=fewest_wrong(truth, mean_image).flatten(),
+            **common,
+        )
+    return ImageScore(
         psnr=psnr(x, truth).flatten(),
-        ssim=ssim(x, truth).flatten() if images else None,
+        ssim=ssim(x, truth).flatten() if truth.dim() == 5 else None,
         mse=mse(x, truth).flatten(),
         distance=(x.clamp(0.0, 1.0) - truth).flatten(2).norm(dim=2).flatten(),
-        label_right=(labels == secret.y).flatten(),
         guess_psnr=best_guess(truth, mean_image).flatten(),
-        rank=ranks,
-        failed=failed,
+        **common,
     )
 
 
@@ -125,32 +79,48 @@ def best_guess(truth: Tensor, mean_image: Tensor) -> Tensor:
     return torch.maximum(psnr(constant, truth), psnr(mean_image.expand_as(truth), truth))
 
 
+def fewest_wrong(truth: Tensor, mean_row: Tensor) -> Tensor:
+    """Wrong features (V, B) of the best of three guesses: all zeros, all ones, and the rounded mean row."""
+    guesses = (torch.zeros_like(truth), torch.ones_like(truth), mean_row.expand_as(truth))
+    return torch.stack([wrong_features(guess, truth) for guess in guesses]).amin(0)
+
+
+def guessing_chance(guesses: Tensor, truths: Tensor, mean_image: Tensor) -> float:
+    """How often the best single guess (of n, *shape) is a success for examples of the same kind (m, *shape).
+
+    Never none at all: what was not seen once in m examples may yet happen.
+    """
+    truths = truths.unsqueeze(1)
+    if is_binary(truths):
+        guesses = torch.cat([guesses, (mean_image > 0.5).to(guesses).unsqueeze(0), torch.zeros_like(guesses[:1])])
+        needed = fewest_wrong(truths, mean_image)
+        hits = [MARGIN_WRONG * wrong_features(guess.expand_as(truths), truths) <= needed for guess in guesses]
+    else:
+        least = best_guess(truths, mean_image) + MARGIN_DB
+        hits = [psnr(guess.expand_as(truths), truths) >= least for guess in guesses]
+    return max(float(torch.stack([h.double().mean() for h in hits]).max()), 1.0 / len(truths))
+
+
 def controls(
     secret: Secret, *, mean_image: Tensor, others: Tensor, seed: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """What anyone has without looking at a gradient, as reconstructions (V, B, ...)."""
     picks = torch.randint(len(others), secret.x.shape[:2], generator=generator)
+    mean, other = mean_image.expand_as(secret.x), others[picks].to(secret.x)
+    if is_binary(secret.x):
+        return {
+            "all zeros": torch.zeros_like(secret.x),
+            "rounded mean training row": (mean > 0.5).to(secret.x),
+            "a random training row": other,
+            "the untouched seed": seed,
+        }
     return {
-        "mean training image": mean_image.expand_as(secret.x),
-        "a random training image": others[picks].to(secret.x),
+        "mean training image": mean,
+        "a random training image": other,
         "the untouched seed": seed,
     }
 
 
 def table_rows(scores: Sequence[tuple[str, Score]]) -> list[list[str]]:
-    """One row for each: median PSNR with its interval, worst 5 %, SSIM, success, labels."""
-    rows = []
-    for name, found in scores:
-        s = found.summary()
-        low, high = s["psnr_median_interval"]
-        rows.append(
-            [
-                name,
-                f"{s['psnr_median']:.1f} ({low:.1f} to {high:.1f})",
-                f"{s['psnr_worst_5_percent']:.1f}",
-                f"{s['ssim_median']:.3f}" if "ssim_median" in s else "-",
-                f"{s['success_rate']:.0%}",
-                f"{s['labels_right']:.0%}",
-            ]
-        )
-    return rows
+    """One row for each, under the headings of its score: the median with its interval, worst 5 %, success, labels."""
+    return [[name, *found.row()] for name, found in scores]

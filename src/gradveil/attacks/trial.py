@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradveil import models
 from gradveil.accounting.rero import one_step_bound
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.attack import Attack, Reconstruction
+from gradveil.attacks.counts import expected_counts
 from gradveil.attacks.inversion import MAP, Inverting
+from gradveil.attacks.labels import counts_recovered
+from gradveil.attacks.marks import Score
 from gradveil.attacks.matching import CPL, DLG, IDLG
-from gradveil.attacks.metrics import psnr
-from gradveil.attacks.observation import VIEWS, Defence, Secret
-from gradveil.attacks.observe import observe
+from gradveil.attacks.observation import VIEWS, Public, Secret, Sight
+from gradveil.attacks.observe import starting_rule
 from gradveil.attacks.prior import Prior
-from gradveil.attacks.score import MARGIN_DB, Score, best_guess, controls, score
+from gradveil.attacks.score import controls, guessing_chance, score
 from gradveil.attacks.seeds import start_of
+from gradveil.attacks.several import observe_steps
+from gradveil.attacks.untrained import untrained
+from gradveil.clipping import make_groups
 from gradveil.data import DataSet
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.strategies import Parameters, parameters
@@ -36,12 +40,17 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "analytic": Analytic,
 }
 NAMES = (*ATTACKS, "prior")
-_CANDIDATES = 1000  # images that guessing is tried with, and that the prior attack chooses from
+_CANDIDATES = 1000  # examples that guessing is tried with, and that the prior attack chooses from
+_PUBLIC = 5000  # examples other than the victims that attacks may learn from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """``training_batch`` is the expected batch size B by which the released mean is taken."""
+    """``training_batch`` is the expected batch size B by which the released mean is taken.
+
+    ``steps_seen`` steps from ``step`` on are seen, with the victims in each; between them the model is trained on other
+    examples at learning rate ``lr``.
+    """
 
     strategy: str = "non-private"
     attack: str = "cpl"
@@ -52,6 +61,8 @@ class Trial:
     sigma: float = 6.0
     steps: int = 1000
     step: int = 0
+    steps_seen: int = 1
+    lr: float = 0.1
     reading: str | None = None
     training_batch: int = 600
     iterations: int = 300
@@ -63,11 +74,16 @@ class Trial:
             raise UnknownNameError("attack", self.attack, NAMES)
         if self.view not in VIEWS:
             raise UnknownNameError("view", self.view, VIEWS)
-        for name in ("victims", "batch", "iterations", "training_batch"):
+        for name in ("victims", "batch", "iterations", "training_batch", "steps_seen"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', ' ')} is {getattr(self, name)}; give at least 1.")
         if not 0 <= self.step < self.steps:
             raise ConfigError(f"step {self.step} is not one of the run's {self.steps}, which count from 0.")
+        if self.step + self.steps_seen > self.steps:
+            raise ConfigError(
+                f"{self.steps_seen} steps from step {self.step} on are to be seen, and the run has {self.steps}, which "
+                "count from 0. See fewer, or begin earlier."
+            )
 
     def plan(self) -> Parameters | None:
         if self.strategy == "non-private":
@@ -82,7 +98,8 @@ class Outcome:
     reconstruction: Reconstruction
     secret: Secret
     controls: dict[str, Score]
-    kappa: float  # how often guessing succeeds: estimated, with the best of some training images as the guess
+    kappa: float  # how often guessing succeeds: estimated, with the best of some training examples as the guess
+    labels_guessed: float  # the share of labels that guessing finds: as often as they are among other examples
     bound: float | None  # on any attack's success at this step, if guessing succeeds so often; None: there is none
     seconds: float
 
@@ -92,14 +109,25 @@ class Outcome:
             "result": self.score.summary(),
             "controls": {name: found.summary() for name, found in self.controls.items()},
             "guess_succeeds": self.kappa,
+            "labels_guessed": self.labels_guessed,
             "success_bound": self.bound,
             "iterations": len(self.reconstruction.losses),
             "seconds": round(self.seconds, 3),
         }
 
 
-def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Parameters | None = None) -> Outcome:
-    """Attack examples of the training set. The model defaults to the untrained CPL net, the plan to the trial's."""
+def run(
+    trial: Trial,
+    data: DataSet,
+    *,
+    model: nn.Module | None = None,
+    plan: Parameters | None = None,
+    rule_state: Mapping[str, Tensor] | None = None,
+) -> Outcome:
+    """Attack examples of the training set. The model defaults to an untrained one, the plan to the trial's.
+
+    ``rule_state``: where a run's clip bounds are at that step (quantile-clip, adaclip); default: where they start.
+    """
     count = trial.victims * trial.batch
     if count + _CANDIDATES // 2 > len(data.x_train):
         raise ConfigError(
@@ -108,7 +136,7 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
         )
     generator = torch.Generator().manual_seed(trial.seed)
     if model is None:
-        model = models.cpl_net(data.input_shape, data.classes, generator=generator)
+        model = untrained(data, generator=generator)
     order = torch.randperm(len(data.x_train), generator=generator)
     device = torch.device(trial.device)
     model = model.to(device)
@@ -116,22 +144,33 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
     shape = (trial.victims, trial.batch)
     victims = (x[:count].unflatten(0, shape), y[:count].unflatten(0, shape))
     others = x[count:]
-    seen, secret = observe(
+    plan = plan or trial.plan()
+    rule = None
+    if plan is not None and plan.strategy.is_private:
+        groups = make_groups(model, "per-layer")
+        rule = starting_rule(plan, model, groups, float(trial.training_batch), device=device, state=rule_state)
+    public = Public(others[:_PUBLIC], y[count:][:_PUBLIC])
+    seen, secret = observe_steps(
         model,
         *victims,
-        plan=plan or trial.plan(),
+        count=trial.steps_seen,
+        others=(others, y[count:]),
+        plan=plan,
         view=trial.view,
         step=trial.step,
         training_batch=trial.training_batch,
         classes=data.classes,
         generator=generator,
+        lr=trial.lr,
+        rule=rule,
+        public=public,
     )
-    attack = _attack(trial, x, y, others)
+    near = x[: max(_CANDIDATES, count)]
+    attack = Prior(near, y[: len(near)]) if trial.attack == "prior" else ATTACKS[trial.attack]()
     started = time.perf_counter()
     found = attack.run(seen, iterations=trial.iterations, seed=trial.seed)
     seconds = time.perf_counter() - started
     mean_image = others.mean(0)
-    near = x[: max(_CANDIDATES, count)]
     judged = score(
         found,
         secret,
@@ -141,7 +180,13 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
     )
     start = start_of(seen, "half", torch.Generator().manual_seed(trial.seed))
     guesses = controls(secret, mean_image=mean_image, others=others, seed=start, generator=generator)
-    kappa = 1.0 / len(attack.x) if isinstance(attack, Prior) else guessing_chance(others, mean_image)
+    if isinstance(attack, Prior):
+        kappa = guessing_chance(near, near, mean_image)
+    else:
+        half = min(_CANDIDATES, len(others) // 2)
+        kappa = guessing_chance(others[:half], others[half : 2 * half], mean_image)
+    expected = expected_counts(seen)
+    labels = torch.arange(data.classes, device=device).repeat_interleave(expected).expand_as(secret.y)
     return Outcome(
         trial=trial,
         score=judged,
@@ -149,18 +194,10 @@ def run(trial: Trial, data: DataSet, *, model: nn.Module | None = None, plan: Pa
         secret=secret,
         controls={name: score(_as_found(g, secret), secret, mean_image=mean_image) for name, g in guesses.items()},
         kappa=kappa,
-        bound=_bound(seen.sights[0].defence, kappa),
+        labels_guessed=float(counts_recovered(labels, secret.y).mean()),
+        bound=_bound(seen.sights, kappa),
         seconds=seconds,
     )
-
-
-def _attack(trial: Trial, x: Tensor, y: Tensor, others: Tensor) -> Attack:
-    """Those that use what is public of the data get training examples other than the victims for it."""
-    if trial.attack == "prior":
-        return Prior(x[:_CANDIDATES], y[:_CANDIDATES])
-    if trial.attack == "map":
-        return MAP(public=others[: 5 * _CANDIDATES])
-    return ATTACKS[trial.attack]()
 
 
 def _as_found(x: Tensor, secret: Secret) -> Reconstruction:
@@ -168,22 +205,17 @@ def _as_found(x: Tensor, secret: Secret) -> Reconstruction:
     return Reconstruction(x=x, labels=secret.y, loss=nobody, losses=[], frames={}, failed=nobody.bool())
 
 
-def guessing_chance(others: Tensor, mean_image: Tensor) -> float:
-    """How often the best single image of the training set is a success for another example of it."""
-    half = min(_CANDIDATES, len(others) // 2)
-    guesses, truths = others[:half], others[half : 2 * half].unsqueeze(1)
-    needed = best_guess(truths, mean_image) + MARGIN_DB
-    rates = [(psnr(guess.expand_as(truths), truths) >= needed).double().mean() for guess in guesses]
-    return max(float(torch.stack(rates).max()), 1.0 / half)
-
-
-def _bound(defence: Defence, kappa: float) -> float | None:
-    """On the success of any attack on one example that is known to take part in this one release.
+def _bound(sights: Sequence[Sight], kappa: float) -> float | None:
+    """On the success of any attack on one example that is known to take part in every release that is seen.
 
     By how much an example moves what is seen, relative to the noise on it: a single example's gradient that is noised
-    for a batch of B is hardly protected at all.
+    for a batch of B is hardly protected at all. What is released beside the gradients counts too. Gaussian releases
+    add up in 1/z^2, also where each is chosen after those before it.
     """
-    if defence.clip is None or defence.noise_std is None or defence.sensitivity_rule != "clip" or kappa >= 1.0:
-        return None
-    moves = [c / defence.normaliser / std for c, std in zip(defence.clip, defence.noise_std, strict=True)]
-    return one_step_bound(1.0 / math.hypot(*moves), kappa)
+    total = 0.0
+    for defence in (sight.defence for sight in sights):
+        if defence.clip is None or defence.noise_std is None or defence.sensitivity_rule != "clip":
+            return None
+        moves = [c / defence.normaliser / std for c, std in zip(defence.clip, defence.noise_std, strict=True)]
+        total += math.hypot(*moves) ** 2 + defence.side_inverse_square
+    return None if kappa >= 1.0 else one_step_bound(total**-0.5, kappa)

@@ -18,6 +18,7 @@ _COMMANDS = {
     "train": "Train a model privately and record every release.",
     "demo": "Four strategies on the digits data, side by side, in about a minute.",
     "attack": "Attack gradients as a strategy would release them, and judge what comes back.",
+    "inspect": "Look at a model before it is trained: what leaks, what is refused, what attacks get.",
     "strategies": "List the strategies and what each guarantees.",
     "datasets": "List the data sets, what is there, and fetch what is not.",
     "ledger": "Verify or show a run's ledger.",

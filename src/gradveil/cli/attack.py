@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gradveil.cli._attack_files import attack_files
+from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
+from gradveil.cli._options import given
 from gradveil.cli._output import number, table
+from gradveil.cli._pictures import draw_grid
 from gradveil.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,13 +40,26 @@ if TYPE_CHECKING:
 @click.option("--sigma", default=6.0, show_default=True, help="Noise scale, at the start.")
 @click.option("--steps", default=1000, show_default=True, help="Steps of the run, over which schedules span.")
 @click.option("--step", default=0, show_default=True, help="The step that is seen; of a RUN, the one that comes next.")
+@click.option("--steps-seen", default=1, show_default=True, help="Steps from --step on that the victims are all in.")
+@click.option("--lr", default=0.1, show_default=True, help="Learning rate between the steps that are seen.")
 @click.option("--reading", type=click.Choice(["example", "batch"]), help="Reading of l2-max.  [default: example]")
-@click.option("--training-batch", default=600, show_default=True, help="Expected batch size of the training.")
+@click.option(
+    "--training-batch",
+    "--batch-size",
+    default=600,
+    show_default=True,
+    help="Expected batch size of the training, by which mean and noise are divided.",
+)
 @click.option("--iterations", default=300, show_default=True, help="At most.")
 @click.option("--seed", default=0, show_default=True, help="Of victims, weights, noise and starts.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
-@click.option("--out", type=click.Path(path_type=Path), help="[default: attacks/<data set>-<attack>-<time>]")
+@file_options
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for the results.  [default: attacks/<data set>-<attack>-<time>]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
     run_dir: Path | None,
@@ -56,13 +73,23 @@ def command(
 ) -> None:
     """Attack gradients as a strategy would release them, and judge what comes back.
 
-    Of the untrained CPL net or, with RUN, of the model that a run has trained so far, at its next step. Prints one row
+    Of an untrained network or, with RUN, of the model that a run has trained so far, at its next step. Prints one row
     for each strategy and writes result.json and a picture of the first victim.
+
+    With --model and --gradients or --captured, of your own model: what of --clip, --sigma, --sensitivity, --batch-size
+    and --observe is given says how the gradients were released (nothing: undefended), and what comes back is judged
+    where --truth is given.
     """
     from gradveil import data, strategies
     from gradveil.attacks.from_run import load_target
     from gradveil.attacks.trial import Trial, run
+    from gradveil.attacks.untrained import NAMES
 
+    ctx = click.get_current_context()
+    if given(ctx) & FILE_OPTIONS:
+        attack_files(files_from(ctx), out, as_json)
+        return
+    rest = {name: value for name, value in rest.items() if name not in FILE_OPTIONS}
     names = compare.split(",") if compare else [strategy] if strategy else []
     chosen = [strategies.get(name.strip()).name for name in names]
     outcomes = []
@@ -74,13 +101,15 @@ def command(
         theirs = {"step": target.step, "steps": target.plan.steps, "training_batch": target.config.batch_size}
         for name in chosen or [target.config.strategy]:
             trial = Trial(strategy=name, **(rest | theirs))
-            plan = target.plan if not chosen and name != "non-private" else None
+            own = not chosen and name != "non-private"
+            plan, state = (target.plan, target.rule_state) if own else (None, None)
             _tell(trial)
-            outcomes.append(run(trial, target.data, model=target.model, plan=plan))
+            outcomes.append(run(trial, target.data, model=target.model, plan=plan, rule_state=state))
     else:
-        dataset, model_name = dataset or "digits", "cpl-net"
+        dataset = dataset or "digits"
         trials = [Trial(strategy=name, **rest) for name in chosen or ["non-private"]]
         loaded = data.load(dataset, data_dir=data_dir)
+        model_name = NAMES[loaded.kind]
         for trial in trials:
             _tell(trial)
             outcomes.append(run(trial, loaded))
@@ -112,10 +141,10 @@ def _table(outcomes: list[Outcome], dataset: str) -> None:
     rows += [[f"(guess) {row[0]}", *row[1:5], "-", "-", "-"] for row in guesses]
     first = outcomes[0].trial
     table(
-        ["", "PSNR, median dB", "worst 5 %", "SSIM", "success", "labels", "success at most", "s"],
+        ["", *outcomes[0].score.headings, "success at most", "s"],
         rows,
         title=f"{first.attack} on {dataset}, {first.victims} victims of {first.batch}, seen: {first.view}",
-        note="success: 6 dB nearer than the mean image and than the best constant. success at most: a proved limit for "
+        note=f"success: {outcomes[0].score.success_means}. success at most: a proved limit for "
         "every attack that sees what is seen here and knows that the example took part, given how often guessing "
         "succeeds (estimated from the training set); no bound without noise, or where it follows the data (l2-max).",
     )
@@ -123,28 +152,11 @@ def _table(outcomes: list[Outcome], dataset: str) -> None:
 
 def _draw(outcomes: list[Outcome], path: Path) -> None:
     """A row for each strategy: the first victim's original, its reconstruction at some iterations, and the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    shown = [o for o in outcomes if o.secret.x.dim() == 5]
-    if not shown:
-        return
-    columns = max(len(o.reconstruction.frames) for o in shown) + 2
-    figure, axes = plt.subplots(
-        len(shown), columns, figsize=(1.1 * columns, 1.35 * len(shown)), squeeze=False, layout="constrained"
-    )
-    for line, outcome in zip(axes, shown, strict=True):
-        pictures = [("original", outcome.secret.x[0, 0])]
-        pictures += [(str(i), frame[0, 0]) for i, frame in outcome.reconstruction.frames.items()]
-        pictures.append(("end", outcome.reconstruction.x[0, 0]))
-        for ax in line:
-            ax.axis("off")
-        for ax, (title, image) in zip(line, pictures, strict=False):
-            ax.imshow(image.detach().cpu().clamp(0, 1).permute(1, 2, 0).squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1)
-            ax.set_title(title, fontsize=7)
-        where: dict[str, Any] = {"transform": line[0].transAxes, "rotation": 90, "va": "center", "ha": "right"}
-        line[0].text(-0.08, 0.5, outcome.trial.strategy, fontsize=7, **where)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    lines = []
+    for outcome in outcomes:
+        if outcome.secret.x.dim() == 5:
+            pictures = [("original", outcome.secret.x[0, 0])]
+            pictures += [(str(i), frame[0, 0]) for i, frame in outcome.reconstruction.frames.items()]
+            lines.append((outcome.trial.strategy, [*pictures, ("end", outcome.reconstruction.x[0, 0])]))
+    if lines:
+        draw_grid(lines, path)

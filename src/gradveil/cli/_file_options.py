@@ -1,0 +1,98 @@
+"""The options of ``gradveil attack`` for a user's own files, and what of the command line belongs together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gradveil.cli._options import flags, given, shape
+from gradveil.errors import ConfigError
+
+_FILE = click.Path(path_type=Path)
+_OPTIONS = (
+    click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that makes it."),
+    click.option("--gradients", type=_FILE, help="Its gradients: safetensors, named as its parameters."),
+    click.option("--captured", type=_FILE, help="Or what engine.capture recorded of it: the folder."),
+    click.option("--weights", type=_FILE, help="Its weights: safetensors.  [default: as the function makes it]"),
+    click.option("--truth", type=_FILE, help="The examples, to judge by: safetensors x, y. No attack sees them."),
+    click.option("--public", type=_FILE, help="Other examples that the adversary has: safetensors x, maybe y."),
+    click.option("--input-shape", metavar="C,H,W", callback=shape, help="Of one example in --model, such as 1,28,28."),
+    click.option("--classes", type=int, help="Of --model.  [default: its outputs]"),
+    click.option("--sensitivity", type=float, help="S that sigma was multiplied with in --gradients.  [default: clip]"),
+    click.option("--clipping", type=click.Choice(["per-layer", "flat"]), help="Of --gradients.  [default: per-layer]"),
+    click.option("--joint", is_flag=True, help="All steps of --captured are of the same examples."),
+)
+_NAMED = ("model", "gradients", "captured", "weights", "truth", "public", "input_shape", "classes", "joint")
+FILE_OPTIONS = {*_NAMED, "sensitivity", "clipping"}
+_ELSEWHERE = {
+    "run_dir",
+    "dataset",
+    "strategy",
+    "compare",
+    "victims",
+    "steps",
+    "steps_seen",
+    "lr",
+    "reading",
+    "data_dir",
+}
+_RECORDED = {"weights", "clip", "sigma", "sensitivity", "view", "training_batch", "clipping"}
+
+
+def file_options(command: Any) -> Any:
+    """The options of this part of the command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What the command was given; see its options."""
+
+    model: str
+    gradients: Path | None
+    captured: Path | None
+    weights: Path | None
+    truth: Path | None
+    public: Path | None
+    input_shape: tuple[int, ...]
+    classes: int | None
+    step: int | None
+    joint: bool
+    attack: str
+    iterations: int
+    seed: int
+    device: str
+    defence: dict[str, Any]  # clip, sigma, sensitivity, view, batch, batch_size, clipping: those that were given
+
+
+def files_from(ctx: click.Context) -> Files:
+    """The command line, checked: what was given must belong together."""
+    chosen, params = given(ctx), ctx.params
+    if "model" not in chosen:
+        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} is of your own model: give --model package:function.")
+    if params["input_shape"] is None:
+        raise ConfigError("--model needs --input-shape, the shape of one example, such as 1,28,28.")
+    if (params["gradients"] is None) == (params["captured"] is None):
+        raise ConfigError("--model needs either --gradients or --captured: what the adversary sees.")
+    captured = params["captured"] is not None
+    refused = [
+        (_ELSEWHERE, "goes with a data set or run, not with --model"),
+        (_RECORDED if captured else {"step", "joint"}, "is said by the record" if captured else "is of --captured"),
+    ]
+    for names, why in refused:
+        if chosen & names:
+            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: leave it out.")
+    same = ("clip", "sigma", "sensitivity", "view", "batch", "clipping")
+    defence = {name: params[name] for name in same if name in chosen}
+    if "training_batch" in chosen:
+        defence["batch_size"] = params["training_batch"]
+    return Files(
+        **{name: params[name] for name in (*_NAMED, "attack", "iterations", "seed", "device")},
+        step=params["step"] if "step" in chosen else None,
+        defence=defence,
+    )

@@ -1,0 +1,42 @@
+"""Images side by side, as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Line = tuple[str, Sequence[tuple[str, "Tensor"]]]  # what is written beside it, and images (C, H, W) with their titles
+
+
+def draw_grid(lines: Sequence[Line], path: Path) -> None:
+    """One row for each line; lines may be of different length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = max(len(pictures) for _, pictures in lines)
+    figure, axes = plt.subplots(
+        len(lines), columns, figsize=(1.1 * columns, 1.35 * len(lines)), squeeze=False, layout="constrained"
+    )
+    for row, (label, pictures) in zip(axes, lines, strict=True):
+        for ax in row:
+            ax.axis("off")
+        for ax, (title, image) in zip(row, pictures, strict=False):
+            ax.imshow(_pixels(image), cmap="gray", vmin=0, vmax=1)
+            ax.set_title(title, fontsize=7)
+        where: dict[str, Any] = {"transform": row[0].transAxes, "rotation": 90, "va": "center", "ha": "right"}
+        row[0].text(-0.08, 0.5, label, fontsize=7, **where)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _pixels(image: Tensor) -> Any:
+    image = image.detach().cpu().clamp(0, 1).float()
+    if len(image) != 3:
+        image = image.mean(0, keepdim=True)  # neither grey nor colours: what the channels have in common
+    return image.permute(1, 2, 0).squeeze(2).numpy()
