@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradveil.attacks.lbfgs import BatchedLBFGS
+from gradveil.attacks.lbfgs import BatchedLBFGS, CompactPairs, TwoLoops
 
 
 def functions():
@@ -94,3 +94,25 @@ def test_rows_that_are_told_to_stop():
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     BatchedLBFGS(x, evaluate).step(torch.tensor([True, False]))
     assert x[1].tolist() == [3.0, 4.0] and float(x[0].abs().max()) < 1e-3
+
+
+def test_the_compact_form_is_the_same_matrix_as_two_loops() -> None:
+    """More pairs than are remembered, and rows that leave some out."""
+    generator = torch.Generator().manual_seed(2)
+    rows, size, history = 5, 12, 4
+    curved = torch.eye(size, dtype=torch.float64) + torch.diag(torch.rand(size, generator=generator).double())
+    loops, compact = TwoLoops(history), CompactPairs(torch.zeros(rows, size, dtype=torch.float64), history)
+    scale = torch.rand(rows, generator=generator).double() + 0.5
+    v = torch.randn(rows, size, generator=generator).double()
+    assert torch.equal(compact.times(v, scale), v * scale[:, None])
+    for turn in range(11):
+        good = torch.rand(rows, generator=generator) > 0.3
+        s = torch.where(good[:, None], torch.randn(rows, size, generator=generator).double(), 0.0)
+        for pairs in (loops, compact):
+            pairs.add(s @ curved, s, good)
+        torch.testing.assert_close(compact.times(v, scale), loops.times(v, scale), rtol=1e-9, atol=1e-9)
+        if turn == 7:
+            kept = torch.tensor([True, True, False, True, True])
+            for pairs in (loops, compact):
+                pairs.keep(kept)
+            scale, v, rows = scale[kept], v[kept], 4

@@ -11,6 +11,7 @@ Legend: V problems, D numbers each, H remembered pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,10 +51,7 @@ class BatchedLBFGS:
         self._before = torch.zeros_like(x)  # gradient before the latest step
         self._loss_before = torch.full((rows,), float("inf"), dtype=x.dtype, device=x.device)
         self._scale = torch.ones(rows, dtype=x.dtype, device=x.device)  # of the first guess at the inverse Hessian
-        # Pairs by age; a row that leaves a pair out has 1/<y, s> = 0 there, which makes the pair do nothing.
-        self._y: list[Tensor] = []
-        self._s: list[Tensor] = []
-        self._inverse: list[Tensor] = []
+        self._pairs: Pairs = CompactPairs(x, history) if x.is_cuda else TwoLoops(history)
 
     def step(self, going: Tensor | None = None) -> Tensor:
         """At most ``inner`` evaluations of each row in ``going`` (default: all); losses at the start of the step."""
@@ -93,24 +91,14 @@ class BatchedLBFGS:
         """Go on with these rows (a mask) only; ``x`` is a new tensor then."""
         for name in ("x", "_begun", "_direction", "_length", "_before", "_loss_before", "_scale"):
             setattr(self, name, getattr(self, name)[rows])
-        for pairs in (self._y, self._s, self._inverse):
-            pairs[:] = [t[rows] for t in pairs]
+        self._pairs.keep(rows)
 
     def _choose_direction(self, gradient: Tensor, active: Tensor) -> None:
-        """Two loops over the remembered pairs; steepest descent for a row that has none."""
+        """By the remembered pairs; steepest descent for a row that has none."""
         known = active & self._begun
         if bool(known.any()):
             self._remember(gradient, known)
-        direction = -gradient
-        factors: list[Tensor] = []
-        for y, s, inverse in zip(reversed(self._y), reversed(self._s), reversed(self._inverse), strict=True):
-            factor = _dot(s, direction) * inverse
-            direction = direction - factor[:, None] * y
-            factors.append(factor)
-        direction = direction * self._scale[:, None]
-        for y, s, inverse, factor in zip(self._y, self._s, self._inverse, reversed(factors), strict=True):
-            direction = direction + (factor - _dot(y, direction) * inverse)[:, None] * s
-        direction = torch.where(known[:, None], direction, -gradient)
+        direction = torch.where(known[:, None], -self._pairs.times(gradient, self._scale), -gradient)
         self._direction = torch.where(active[:, None], direction, self._direction)
 
     def _remember(self, gradient: Tensor, known: Tensor) -> None:
@@ -120,9 +108,107 @@ class BatchedLBFGS:
         good = known & (curvature > 1e-10)
         if not bool(good.any()):
             return
+        self._pairs.add(torch.where(good[:, None], y, 0.0), torch.where(good[:, None], s, 0.0), good)
+        self._scale = torch.where(good, curvature / _dot(y, y), self._scale)
+
+
+class Pairs(Protocol):
+    """Changes of the gradient y and of x, s, over the latest steps, and the inverse Hessian that they stand for."""
+
+    def add(self, y: Tensor, s: Tensor, good: Tensor) -> None:
+        """One more pair of each row (V, D); zero for the rows that leave it out, those that are not ``good``."""
+
+    def times(self, v: Tensor, scale: Tensor) -> Tensor:
+        """The inverse Hessian, begun with ``scale`` (V,) times the identity, times v (V, D)."""
+
+    def keep(self, rows: Tensor) -> None: ...
+
+
+class TwoLoops:
+    """As torch.optim.LBFGS does it: over the pairs by age and back. A few numbers at a time, as a CPU likes it."""
+
+    def __init__(self, history: int) -> None:
+        self.history = history
+        self._y: list[Tensor] = []
+        self._s: list[Tensor] = []
+        self._inverse: list[Tensor] = []  # 1 / <y, s>; 0 where a row leaves the pair out, which then does nothing
+
+    def add(self, y: Tensor, s: Tensor, good: Tensor) -> None:
         if len(self._y) == self.history:
             del self._y[0], self._s[0], self._inverse[0]
-        self._y.append(torch.where(good[:, None], y, 0.0))
-        self._s.append(torch.where(good[:, None], s, 0.0))
-        self._inverse.append(torch.where(good, 1.0 / curvature, 0.0))
-        self._scale = torch.where(good, curvature / _dot(y, y), self._scale)
+        self._y.append(y)
+        self._s.append(s)
+        self._inverse.append(torch.where(good, 1.0 / _dot(y, s), 0.0))
+
+    def times(self, v: Tensor, scale: Tensor) -> Tensor:
+        factors: list[Tensor] = []
+        for y, s, inverse in zip(reversed(self._y), reversed(self._s), reversed(self._inverse), strict=True):
+            factor = _dot(s, v) * inverse
+            v = v - factor[:, None] * y
+            factors.append(factor)
+        v = v * scale[:, None]
+        for y, s, inverse, factor in zip(self._y, self._s, self._inverse, reversed(factors), strict=True):
+            v = v + (factor - _dot(y, v) * inverse)[:, None] * s
+        return v
+
+    def keep(self, rows: Tensor) -> None:
+        for pairs in (self._y, self._s, self._inverse):
+            pairs[:] = [t[rows] for t in pairs]
+
+
+class CompactPairs:
+    """The same matrix in its compact form (Byrd, Nocedal and Schnabel 1994): a few products for all pairs at once.
+
+    With S and Y the pairs as columns, R the upper triangle of S^T Y by age, D its diagonal and c the scale,
+
+        H = c I + S R^-T (D + c Y^T Y) R^-1 S^T - c (S R^-T Y^T + Y R^-1 S^T).
+
+    Two loops over a hundred pairs are eight hundred launches on a GPU, this is twenty. In float64: the triangle is
+    badly conditioned where steps are alike.
+    """
+
+    def __init__(self, x: Tensor, history: int) -> None:
+        rows, size = x.shape
+        self.history, self._count = history, 0
+        self._y = x.new_zeros((rows, history, size), dtype=torch.float64)
+        self._s = torch.zeros_like(self._y)
+        self._sy = x.new_zeros((rows, history, history), dtype=torch.float64)  # <s_i, y_j>
+        self._yy = torch.zeros_like(self._sy)
+
+    def add(self, y: Tensor, s: Tensor, good: Tensor) -> None:
+        place = self._count % self.history  # the oldest is written over
+        self._count += 1
+        y, s = y.double(), s.double()
+        self._y[:, place], self._s[:, place] = y, s
+        self._sy[:, :, place] = torch.einsum("vhd,vd->vh", self._s, y)
+        self._sy[:, place, :] = torch.einsum("vhd,vd->vh", self._y, s)
+        products = torch.einsum("vhd,vd->vh", self._y, y)
+        self._yy[:, :, place] = products
+        self._yy[:, place, :] = products
+
+    def times(self, v: Tensor, scale: Tensor) -> Tensor:
+        known = min(self._count, self.history)
+        if not known:
+            return v * scale[:, None]
+        first = self._count % self.history if self._count > self.history else 0
+        by_age = (torch.arange(known, device=v.device) + first) % self.history
+        sy = self._sy[:, by_age][:, :, by_age]
+        yy = self._yy[:, by_age][:, :, by_age]
+        diagonal = sy.diagonal(dim1=1, dim2=2)
+        # A pair that a row leaves out is zero throughout: a one on the diagonal lets it solve to zero.
+        triangle = torch.triu(sy) + torch.diag_embed((diagonal == 0).double())
+        wide, c = v.double(), scale.double()[:, None]
+        of_s = torch.einsum("vhd,vd->vh", self._s, wide)[:, by_age]
+        of_y = torch.einsum("vhd,vd->vh", self._y, wide)[:, by_age]
+        inner = torch.linalg.solve_triangular(triangle, of_s[:, :, None], upper=True)  # R^-1 S^T v
+        middle = diagonal[:, :, None] * inner + c[:, :, None] * (yy @ inner - of_y[:, :, None])
+        outer = torch.linalg.solve_triangular(triangle.mT, middle, upper=False)
+        back = torch.argsort(by_age) if known == self.history else by_age
+        along_s, along_y = outer[:, back, 0], inner[:, back, 0]
+        found = c * wide + torch.einsum("vhd,vh->vd", self._s[:, :known], along_s)
+        found = found - c * torch.einsum("vhd,vh->vd", self._y[:, :known], along_y)
+        return found.to(v.dtype)
+
+    def keep(self, rows: Tensor) -> None:
+        for name in ("_y", "_s", "_sy", "_yy"):
+            setattr(self, name, getattr(self, name)[rows])
