@@ -180,11 +180,9 @@ def main() -> None:
                 for key, array in pictures(outcome).items():
                     drawn[f"{name}/{label}/{attack}/{key}"] = array
                 found = row["result"]
-                print(
-                    f"{name:14} {label:26} {attack:4} {found['psnr_median']:6.1f} dB, success "
-                    f"{found['success_rate']:.0%}, labels {found['labels_right']:.0%}, bound {row['success_bound']}, {row['seconds']:.1f} s",
-                    flush=True,
-                )
+                told = f"{found['psnr_median']:6.1f} dB, success {found['success_rate']:.0%}"
+                told += f", labels {found['labels_right']:.0%}, bound {row['success_bound']}, {row['seconds']:.1f} s"
+                print(f"{name:14} {label:26} {attack:4} {told}", flush=True)
                 write()
     write()
 

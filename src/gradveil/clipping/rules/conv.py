@@ -44,6 +44,11 @@ def choose_formula(*, pixels: int, places: int, fields: int, maps: int, taps: in
     return "gram" if elements > settings.cached_elements and gram < 50 * elements else "direct"
 
 
+# Multiply-adds of one example's weight gradient on the CPU, from which on PyTorch's own convolution, called for one
+# example after the other, is quicker than cutting patches for a batched product.
+_ONE_AT_A_TIME = 12_000_000
+
+
 class ConvUse(Use):
     """Pairs of a field (from which patches are cut) and a map (one value per patch).
 
@@ -78,6 +83,8 @@ class ConvUse(Use):
         self.elements_per_example = field.shape[1] * self.taps * max(self.pixels, map_.shape[1] // groups)
         self._buffer: tuple[Tensor, Tensor, native.ConvGeometry] | None = None  # gradients of weight and bias, in C++
         self._dropped: Tensor | None = None
+        work = self.pixels * self.taps * field.shape[1] // groups * map_.shape[1]
+        self._one_at_a_time = self.device.type == "cpu" and not transposed and work >= _ONE_AT_A_TIME
         self.formula = "direct"
         if weight and one_contraction:
             places = math.prod(n + 2 * p for n, p in zip(field.shape[2:], padding, strict=True))
@@ -103,13 +110,35 @@ class ConvUse(Use):
             map_ = self.map[rows]
             b, channels = map_.shape[:2]
             field = self.field[rows]
-            if self._channels_inside:
+            if self._one_at_a_time:
+                product = torch.stack(
+                    [self._weight_gradient(m, f) for m, f in zip(map_.split(1), field.split(1), strict=True)]
+                )
+            elif self._channels_inside:
                 product = torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field))
             else:
                 patches = self._patches(field)  # (b, G, C/G K, L)
                 product = map_.reshape(b * self.groups, channels // self.groups, -1) @ patches.flatten(0, 1).mT
             found.append(product.view(b, channels, -1))
         return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
+
+    def _weight_gradient(self, map_: Tensor, field: Tensor) -> Tensor:
+        """The ordinary gradient, of all examples given together."""
+        shape = (map_.shape[1], field.shape[1] // self.groups, *self.kernel)
+        found: Tensor = torch.ops.aten.convolution_backward(
+            map_,
+            field,
+            map_.new_empty(1).expand(shape),
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.kernel),
+            self.groups,
+            (False, True, False),
+        )[1]
+        return found
 
     def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
         return [self._weight_in_order(sums[0], ()).contiguous(), *sums[1:]] if self.weight else sums
@@ -126,7 +155,7 @@ class ConvUse(Use):
         """Whether patches are cut with the channels innermost: copying is quick where runs are long."""
         of_channels = self.field.shape[1] * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
         of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
-        return self.groups == 1 and self.taps > 1 and of_channels > of_pixels
+        return not self._one_at_a_time and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
 
     def _patches(self, x: Tensor) -> Tensor:
         """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""
@@ -221,23 +250,7 @@ class ConvUse(Use):
         w = weights[0].to(self.map.dtype).view(-1, *[1] * (self.map.dim() - 1))
         found = []
         if self.weight:
-            channels, fields = self.map.shape[1], self.field.shape[1]
-            shape = (channels, fields // self.groups, *self.kernel)
-            found.append(
-                torch.ops.aten.convolution_backward(
-                    self.map * w,
-                    self.field,
-                    self.map.new_empty(1).expand(shape),
-                    None,
-                    self.stride,
-                    self.padding,
-                    self.dilation,
-                    False,
-                    [0] * len(self.kernel),
-                    self.groups,
-                    (False, True, False),
-                )[1]
-            )
+            found.append(self._weight_gradient(self.map * w, self.field))
         if self.bias:
             found.append((self.g.flatten(2).sum(2) * weights[-1].to(self.g.dtype).view(-1, 1)).sum(0))
         return found
