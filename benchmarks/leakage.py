@@ -9,7 +9,9 @@ drawn from the first ``--examples`` training examples. ``--speed`` measures the 
 beside the same attack with torch.optim.LBFGS, one victim after the other.
 
 ``--save DIR`` writes these examples as arrays, and ``--load DIR`` reads them where the data sets are not at hand.
-Reconstructions of the first victims go to ``--pictures FILE.npz``; they are images of the data sets, faces among them.
+``--fixed FILE.png`` draws the paper's illustration instead: one victim of each set, from the plain gradient, and
+clipped and noised at C = 1, sigma = 1 and at C = 4, sigma = 6, by both attacks. Reconstructions of the first victims go
+to ``--pictures FILE.npz``; they are images of the data sets, faces among them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from gradveil.attacks.matching import CPL
 from gradveil.attacks.observe import observe
 from gradveil.attacks.trial import Outcome, Trial, run
 from gradveil.attacks.untrained import untrained
+from gradveil.cli._pictures import Line, draw_grid
 from gradveil.data import DataSet
 
 SETS = ("mnist", "fashion-mnist", "cifar10", "lfw")
@@ -135,6 +138,30 @@ def pictures(outcome: Outcome) -> dict[str, np.ndarray[Any, Any]]:
     return {"original": bytes_of(outcome.secret.x), "found": bytes_of(outcome.reconstruction.x)}
 
 
+FIXED: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": "non-private", "view": "per-example"},
+    "C = 1, sigma = 1": {"strategy": "baseline", "view": "per-example-noised", "clip": 1.0, "sigma": 1.0},
+    "C = 4, sigma = 6": {"strategy": "baseline", "view": "per-example-noised", "clip": 4.0, "sigma": 6.0},
+}
+
+
+def draw_fixed(sets: dict[str, DataSet], args: argparse.Namespace) -> None:
+    lines: list[Line] = []
+    for name, dataset in sets.items():
+        row = []
+        for label, settings in FIXED.items():
+            for attack in ("cpl", "map"):
+                how = {"victims": 1, "iterations": args.iterations, "device": args.device, "seed": args.seed}
+                outcome = run(Trial(attack=attack, **(settings | how)), dataset)
+                if not row:
+                    row.append(("original", outcome.secret.x[0, 0]))
+                reached = outcome.score.summary()["psnr_median"]
+                row.append((f"{label}\n{attack}: {reached:.1f} dB", outcome.reconstruction.x[0, 0]))
+                print(name, label, attack, f"{reached:.1f} dB", flush=True)
+        lines.append((name, row))
+    draw_grid(lines, args.fixed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -148,12 +175,17 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--fixed", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     sets = {n: load(n, args.load) if args.load else first(data.load(n), args.examples) for n in args.sets}
     if args.save:
         for dataset in sets.values():
             save(dataset, args.save)
+        return
+    if args.fixed:
+        draw_fixed(sets, args)
         return
     results = {"what": __doc__.splitlines()[0] if __doc__ else "", **description(args.device, torch.get_num_threads())}
     results |= {"victims": args.victims, "iterations": args.iterations, "examples": args.examples, "rows": []}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.attack import Attack, Reconstruction
+from gradveil.attacks.attack import Attack, Reconstruction, Watch
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.observation import Observation, Sight
 from gradveil.errors import UnsupportedModelError
@@ -31,7 +31,9 @@ def leaking_layer(module: nn.Module, features: int, *, bias: bool = True) -> str
 class Analytic(Attack):
     name = "analytic"
 
-    def run(self, observation: Observation, *, iterations: int = 1, seed: int = 0) -> Reconstruction:
+    def run(
+        self, observation: Observation, *, iterations: int = 1, seed: int = 0, watch: Watch | None = None
+    ) -> Reconstruction:
         features = int(torch.Size(observation.input_shape).numel())
         row = len(observation.input_shape) == 1
         name = leaking_layer(observation.module, features, bias=not row)

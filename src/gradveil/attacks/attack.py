@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.observation import Observation
+
+Watch = Callable[[int, Tensor], None]
+"""Told the iteration and the reconstructions (V, B, *shape) as they are then. Whoever knows the truth may look on; the
+attack is told nothing in return."""
 
 FRAMES = (0, 1, 5, 10, 20, 50, 100, 300)  # iterations at which a reconstruction is kept, to be shown
 
@@ -26,6 +30,7 @@ class Reconstruction:
     losses: list[Tensor]  # (V,) after each iteration
     frames: dict[int, Tensor]  # by iteration: (V, B, *shape)
     failed: Tensor  # (V,): ended in numbers that are not finite
+    attempts: tuple[Tensor, ...] = ()  # (V, B, *shape) of each attempt, where there were several
     facts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -34,7 +39,9 @@ class Attack:
 
     name: str
 
-    def run(self, observation: Observation, *, iterations: int, seed: int) -> Reconstruction:
+    def run(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None = None
+    ) -> Reconstruction:
         raise NotImplementedError
 
 

@@ -10,14 +10,13 @@ Both try several starts and keep, for every victim, the one with the smallest lo
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_differences
+from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, Watch, squared_differences
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching import ClipAwareMatching
@@ -56,19 +55,23 @@ class _Descent(Attack):
         """What is made of a gradient before it is used."""
         return gradient
 
-    def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
+    def run(
+        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    ) -> Reconstruction:
         generator = torch.Generator().manual_seed(seed)
         labels = infer_labels(observation)
         objective = self.objective(observation, labels)
         best: Reconstruction | None = None
         for i in range(self.restarts):
             start = self.starts_at(observation, i, generator)
-            attempt = self._attempt(start, labels, objective, iterations)
+            attempt = self._attempt(start, labels, objective, iterations, _later(watch, i * iterations, best))
             best = attempt if best is None else _better(best, attempt)
         assert best is not None
         return best
 
-    def _attempt(self, start: Tensor, labels: Tensor, objective: Objective, iterations: int) -> Reconstruction:
+    def _attempt(
+        self, start: Tensor, labels: Tensor, objective: Objective, iterations: int, watch: LossWatch | None
+    ) -> Reconstruction:
         z = torch.logit(start.clamp(0.05, 0.95)).requires_grad_()
         optimizer = torch.optim.Adam([z], lr=self.lr)
         frames, losses = {0: start.clone()}, []
@@ -83,12 +86,34 @@ class _Descent(Attack):
             least = torch.where(better, loss.detach(), least)
             kept = torch.where(better.view(-1, *[1] * (x.dim() - 1)), x.detach(), kept)
             losses.append(least.clone())
+            if watch is not None:
+                watch(iteration, kept, least)
             z.grad = self.scaled(torch.nan_to_num(gradient, 0.0, 0.0, 0.0))  # a victim that diverges stands still
             optimizer.step()
             if iteration in FRAMES:
                 frames[iteration] = kept.clone()
         failed = ~torch.isfinite(least)
         return Reconstruction(x=kept, labels=labels, loss=least, losses=losses, frames=frames, failed=failed)
+
+
+def _after(watch: Watch | None, done: int) -> Watch | None:
+    return None if watch is None else lambda iteration, x: watch(done + iteration, x)
+
+
+LossWatch = Callable[[int, Tensor, Tensor], None]
+
+
+def _later(watch: Watch | None, done: int, best: Reconstruction | None) -> LossWatch | None:
+    """The watch of a later attempt: iterations go on counting, and an earlier attempt stands until it is beaten."""
+    if watch is None:
+        return None
+
+    def told(iteration: int, x: Tensor, loss: Tensor) -> None:
+        if best is not None:
+            x = torch.where((loss < best.loss).view(-1, *[1] * (x.dim() - 1)), x, best.x)
+        watch(done + iteration, x)
+
+    return told
 
 
 def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
@@ -108,6 +133,7 @@ def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
         losses=[pick(at(a, i), at(b, i)) for i in range(max(len(a.losses), len(b.losses)))],
         frames={i: pick(a.frames.get(i, a.x), b.frames.get(i, b.x)) for i in sorted({*a.frames, *b.frames})},
         failed=pick(a.failed, b.failed),
+        attempts=(a.attempts or (a.x,)) + (b.attempts or (b.x,)),
     )
 
 
@@ -128,16 +154,23 @@ class MAP(_Descent):
         super().__init__(restarts=restarts, lr=lr, variation=variation)
         self.public = public
 
-    def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
+    def run(
+        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    ) -> Reconstruction:
         """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
         if any(sight.defence.noise_std is not None for sight in observation.sights):
-            return super().run(observation, iterations=iterations, seed=seed)
+            return super().run(observation, iterations=iterations, seed=seed, watch=watch)
         ways = [ClipAwareMatching() for _ in range(self.restarts)]
         public = self._public(observation)
         if public is not None and observation.batch == 1:  # the examples of a batch would start, and stay, together
             ways[0] = ClipAwareMatching(start="image", image=public.mean(0))
-        attempts = [way.run(observation, iterations=iterations, seed=seed + i) for i, way in enumerate(ways)]
-        return functools.reduce(_better, attempts)
+        found: Reconstruction | None = None
+        for i, way in enumerate(ways):
+            then = _after(watch, i * iterations)
+            attempt = way.run(observation, iterations=iterations, seed=seed + i, watch=then)
+            found = attempt if found is None else _better(found, attempt)
+        assert found is not None
+        return found
 
     def starts_at(self, observation: Observation, attempt: int, generator: torch.Generator) -> Tensor:
         start = super().starts_at(observation, attempt, generator)

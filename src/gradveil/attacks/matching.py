@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, squared_differences
+from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, Watch, squared_differences
 from gradveil.attacks.gradients import Gradients, VictimGradients, model_at
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.lbfgs import BatchedLBFGS
@@ -34,11 +34,13 @@ class _Matching(Attack):
     def __init__(self, *, start: str | None = None, image: Tensor | None = None, inner: int = 20) -> None:
         self.start, self.image, self.inner = start or type(self).start, image, inner
 
-    def run(self, observation: Observation, *, iterations: int = 300, seed: int = 0) -> Reconstruction:
+    def run(
+        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    ) -> Reconstruction:
         generator = torch.Generator().manual_seed(seed)
         x = start_of(observation, self.start, generator, image=self.image)
         numbers, unpack = self._unknowns(observation, x, generator)
-        return self._descend(observation, numbers, unpack, x.shape, iterations)
+        return self._descend(observation, numbers, unpack, x.shape, iterations, watch)
 
     def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
         """What the attacker expects to see of these inputs."""
@@ -63,7 +65,13 @@ class _Matching(Attack):
         return x.flatten(1), unpack
 
     def _descend(
-        self, observation: Observation, numbers: Tensor, unpack: Unpack, shape: torch.Size, iterations: int
+        self,
+        observation: Observation,
+        numbers: Tensor,
+        unpack: Unpack,
+        shape: torch.Size,
+        iterations: int,
+        watch: Watch | None,
     ) -> Reconstruction:
         device, victims = observation.device, observation.victims
         known = [(model_at(observation, s), s, self._scale(s)) for s in self._sights(observation)]
@@ -94,6 +102,8 @@ class _Matching(Attack):
             unchanged[rows] = torch.where(still, unchanged[rows] + 1, 0)
             last[rows] = torch.where(torch.isfinite(loss), loss, last[rows])
             losses.append(last.clone())
+            if watch is not None:
+                watch(iteration, unpack(final, everyone)[0])
             if iteration in FRAMES:
                 frames[iteration] = unpack(final, everyone)[0].clone()
             going = (unchanged[rows] < _STALLED) & ~(loss <= _DONE)

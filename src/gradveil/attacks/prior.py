@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import Attack, Reconstruction
+from gradveil.attacks.attack import Attack, Reconstruction, Watch
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.inversion import precisions
 from gradveil.attacks.observation import Observation, Sight
@@ -43,7 +43,9 @@ class Prior(Attack):
             parts.append(torch.stack(fits).sum(0))
         return torch.cat(parts, 1)
 
-    def run(self, observation: Observation, *, iterations: int = 1, seed: int = 0) -> Reconstruction:
+    def run(
+        self, observation: Observation, *, iterations: int = 1, seed: int = 0, watch: Watch | None = None
+    ) -> Reconstruction:
         scores = self.scores(observation)
         scores = torch.where(torch.isnan(scores), float("inf"), scores)  # a candidate without a gradient is not it
         best = scores.argmin(1).cpu()

@@ -21,7 +21,7 @@ from gradveil.attacks.marks import MARGIN_DB, MARGIN_WRONG, ImageScore, Score, T
 from gradveil.attacks.metrics import is_binary, matched, mse, psnr, rank_in, ssim, wrong_features
 from gradveil.attacks.observation import Secret
 
-__all__ = ["Score", "best_guess", "controls", "fewest_wrong", "guessing_chance", "score", "table_rows"]
+__all__ = ["Score", "best_guess", "controls", "fewest_wrong", "guessing_chance", "in_order", "score", "table_rows"]
 
 
 def score(
@@ -41,7 +41,7 @@ def score(
     broken = ~torch.isfinite(reconstruction.x).flatten(1).all(1)
     guess = torch.nan_to_num(reconstruction.x, 0.5, 0.5, 0.5)
     order = matched(guess, truth)
-    x = _in_order(guess, order)
+    x = in_order(guess, order)
     labels = torch.gather(reconstruction.labels, 1, order)
     ranks = None
     if candidates is not None and candidate_index is not None:
@@ -69,7 +69,8 @@ def score(
     )
 
 
-def _in_order(x: Tensor, order: Tensor) -> Tensor:
+def in_order(x: Tensor, order: Tensor) -> Tensor:
+    """Each victim's examples (V, B, ...) in the order of ``order`` (V, B)."""
     return torch.stack([row[picked] for row, picked in zip(x, order, strict=True)])
 
 

@@ -21,6 +21,7 @@ from gradveil.attacks.marks import Score
 from gradveil.attacks.matching import CPL, DLG, IDLG
 from gradveil.attacks.observation import VIEWS, Public, Secret, Sight
 from gradveil.attacks.observe import starting_rule
+from gradveil.attacks.onlooker import Onlooker, oracle
 from gradveil.attacks.prior import Prior
 from gradveil.attacks.score import controls, guessing_chance, score
 from gradveil.attacks.seeds import start_of
@@ -102,11 +103,14 @@ class Outcome:
     labels_guessed: float  # the share of labels that guessing finds: as often as they are among other examples
     bound: float | None  # on any attack's success at this step, if guessing succeeds so often; None: there is none
     seconds: float
+    seen_by_onlooker: dict[str, Any]  # iterations until examples came out
+    oracle: dict[str, float] | None  # with the attempt chosen by the truth; None where there was one attempt
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": asdict(self.trial),
-            "result": self.score.summary(),
+            "result": self.score.summary() | self.seen_by_onlooker,
+            "oracle": self.oracle,
             "controls": {name: found.summary() for name, found in self.controls.items()},
             "guess_succeeds": self.kappa,
             "labels_guessed": self.labels_guessed,
@@ -123,10 +127,12 @@ def run(
     model: nn.Module | None = None,
     plan: Parameters | None = None,
     rule_state: Mapping[str, Tensor] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Attack examples of the training set. The model defaults to an untrained one, the plan to the trial's.
 
-    ``rule_state``: where a run's clip bounds are at that step (quantile-clip, adaclip); default: where they start.
+    ``progress`` is told how many iterations are done. ``rule_state``: where a run's clip bounds are at that step
+    (quantile-clip, adaclip); default: where they start.
     """
     count = trial.victims * trial.batch
     if count + _CANDIDATES // 2 > len(data.x_train):
@@ -165,12 +171,19 @@ def run(
         rule=rule,
         public=public,
     )
+    mean_image = others.mean(0)
+    onlooker = Onlooker(secret, mean_image)
     near = x[: max(_CANDIDATES, count)]
     attack = Prior(near, y[: len(near)]) if trial.attack == "prior" else ATTACKS[trial.attack]()
     started = time.perf_counter()
-    found = attack.run(seen, iterations=trial.iterations, seed=trial.seed)
+
+    def watch(iteration: int, x: Tensor) -> None:
+        onlooker(iteration, x)
+        if progress is not None:
+            progress(iteration)
+
+    found = attack.run(seen, iterations=trial.iterations, seed=trial.seed, watch=watch)
     seconds = time.perf_counter() - started
-    mean_image = others.mean(0)
     judged = score(
         found,
         secret,
@@ -197,6 +210,8 @@ def run(
         labels_guessed=float(counts_recovered(labels, secret.y).mean()),
         bound=_bound(seen.sights, kappa),
         seconds=seconds,
+        seen_by_onlooker=onlooker.summary(),
+        oracle=oracle(found, secret, mean_image),
     )
 
 

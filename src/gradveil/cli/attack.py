@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,16 +105,18 @@ def command(
             trial = Trial(strategy=name, **(rest | theirs))
             own = not chosen and name != "non-private"
             plan, state = (target.plan, target.rule_state) if own else (None, None)
-            _tell(trial)
-            outcomes.append(run(trial, target.data, model=target.model, plan=plan, rule_state=state))
+            with _told(trial) as progress:
+                outcomes.append(
+                    run(trial, target.data, model=target.model, plan=plan, rule_state=state, progress=progress)
+                )
     else:
         dataset = dataset or "digits"
         trials = [Trial(strategy=name, **rest) for name in chosen or ["non-private"]]
         loaded = data.load(dataset, data_dir=data_dir)
         model_name = NAMES[loaded.kind]
         for trial in trials:
-            _tell(trial)
-            outcomes.append(run(trial, loaded))
+            with _told(trial) as progress:
+                outcomes.append(run(trial, loaded, progress=progress))
     where = out or Path("attacks") / f"{dataset}-{outcomes[0].trial.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
     where.mkdir(parents=True, exist_ok=True)
     results = {"dataset": dataset, "model": model_name, "trials": [o.to_dict() for o in outcomes]}
@@ -125,8 +129,27 @@ def command(
     click.echo(f"written to {where}", err=True)
 
 
-def _tell(trial: Trial) -> None:
-    click.echo(f"{trial.attack} on {trial.victims} victims, {trial.strategy}, {trial.view} ...", err=True)
+@contextmanager
+def _told(trial: Trial) -> Iterator[Callable[[int], None]]:
+    """A line on stderr that says what is being attacked and how far it is; without a terminal, only what."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    what = f"{trial.attack} on {trial.victims} victims, {trial.strategy}, {trial.view}"
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        click.echo(f"{what} ...", err=True)
+        yield lambda iteration: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=trial.iterations)
+
+        def progress(iteration: int) -> None:  # several attempts: the bar grows with each
+            total = -(-iteration // trial.iterations) * trial.iterations
+            bar.update(task, completed=iteration, total=total)
+
+        yield progress
 
 
 def _table(outcomes: list[Outcome], dataset: str) -> None:

@@ -152,9 +152,10 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
         TimeRemainingColumn(compact=True),
     )
     if settings is None or settings.strategy != "non-private":
-        from gradveil.kernels import cuda, native
+        from gradveil.kernels import cuda, layers, native
 
-        click.echo(native.status() if settings is None or settings.device == "cpu" else cuda.status(), err=True)
+        kernels = native.status() if settings is None or settings.device == "cpu" else cuda.status()
+        click.echo(f"{kernels}; {layers.status()}", err=True)
     label = settings.strategy if settings is not None else "resumed"
     with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
         task = bar.add_task(label, total=None, figures="", steps="?")

@@ -37,6 +37,7 @@ from gradveil.clipping.groups import Group
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
 from gradveil.clipping.rules import LayerRule
+from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import SCALAR_OUTPUT, Followed, FunctionTap, ModelHook, tap_layer, tap_output
 from gradveil.clipping.units import Unit, find_units
@@ -368,6 +369,8 @@ class Clipper:
     def _finish(self, current: Pass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
         self._differentiated = None
+        if current.library is not None and current.library.waits(current.number):
+            self._clip_waiting(current.library, current)
         by_unit: dict[Unit, list[Use]] = {}
         for unit, use in current.kept:
             by_unit.setdefault(unit, []).append(use)
@@ -390,6 +393,15 @@ class Clipper:
             device = self._parameters[0].device
             bounds = self._bounds_on(device).exact_of if device.type == "cuda" else self.bounds
             self.harvest.note_layers(groups, found, bounds)
+
+    def _clip_waiting(self, library: Layers, current: Pass) -> None:
+        """Uses that wait in C++ for their groups: clipped there, unless some of a group's uses are kept here."""
+        if not current.kept:
+            library.clip_waiting(current.number)
+            return
+        for place, x, g in zip(*library.take_waiting(current.number), strict=True):
+            unit = self.units[place]
+            current.kept.append((unit, LinearUse(x, g, weight=True, bias=len(unit.parameters) == 2)))
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""

@@ -20,6 +20,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -55,6 +56,7 @@ long gradveil_linear_clip(const float*, const float*, long, long, int, int, int,
 long gradveil_rank_one_clip(const float*, const float*, long, long, long, int, int, double, int, float*, float*,
                             double*, double*);
 void gradveil_noise(const void*, const NoiseTarget*, long, double, int);
+void gradveil_row_squares(const float*, long, long, int, double*);
 }
 
 static const int64_t LANES = 16, WORTH_A_THREAD = 1 << 16;  // as in native.py
@@ -115,6 +117,12 @@ struct Numbered : torch::CustomClassHolder {
 
 // ---- one pass through the model
 
+// The use of a linear layer on one position, whose group reaches beyond it: it waits for the end of the pass.
+struct Waiting {
+    int64_t layer;
+    Tensor x, g;
+};
+
 struct Pass : Numbered<Pass> {
     Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, std::vector<double> bounds,
          std::optional<Tensor> device_bounds)
@@ -144,6 +152,7 @@ struct Pass : Numbered<Pass> {
     const std::optional<Tensor> device_bounds;
 
     std::vector<std::pair<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
+    std::vector<Waiting> waiting;
     std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group
 
    private:
@@ -174,6 +183,17 @@ struct Watch : Numbered<Watch> {
 
     // The reference that is held until the hook has run keeps autograd from adding another gradient into this tensor.
     void expect(int64_t slot, const Tensor& sum) { followed[slot].expected = sum; }
+
+    // At the end of a pass.
+    void add_gradient(int64_t slot, const Tensor& sum) {
+        const Tensor parameter(followed[slot].parameter.lock());
+        if (!parameter.defined()) return;
+        Tensor& grad = parameter.mutable_grad();
+        if (grad.defined())
+            grad.add_(sum);
+        else
+            grad = sum;
+    }
 
     void stamp() {
         for (Followed& f : followed) f.stamp = f.stamp_now();
@@ -390,6 +410,12 @@ struct Layer : Numbered<Layer> {
         return replay(x, kept, g, pass);
     }
 
+    // Whether a use that must wait for the norms of other layers can do so here.
+    bool waits(const Tensor& x, const Tensor& g) const {
+        return kind == LINEAR && x.is_cpu() && x.scalar_type() == at::kFloat && g.scalar_type() == at::kFloat &&
+               x.numel() == x.size(0) * x.size(-1);
+    }
+
     // What Python has recorded for inputs of these shapes.
     void learn(Ints key, Ints program) { programs[std::move(key)] = std::move(program); }
 
@@ -544,8 +570,11 @@ struct LayerNode : torch::autograd::Function<LayerNode> {
         variable_list found(5);
         if (ctx->needs_input_grad(0)) found[0] = layer->input_gradient(x, weight, kept, g);
         Clipped clipped;
-        if (layer->whole && pass->uses(layer->unit) == 1) clipped = layer->clip(x, weight, kept, g, *pass);
-        if (clipped.done) {
+        const bool once_used = pass->uses(layer->unit) == 1;
+        if (layer->whole && once_used) clipped = layer->clip(x, weight, kept, g, *pass);
+        if (!layer->whole && once_used && layer->waits(x, g)) {
+            pass->waiting.push_back({layer->number, x, g});
+        } else if (clipped.done) {
             pass->set_clipped(layer->unit);
             for (size_t i = 0; i < clipped.sums.size(); i++) layer->watch->expect(layer->slots[i], clipped.sums[i]);
         } else {
@@ -628,6 +657,75 @@ static Tensor run_layer_again(const Tensor& x, const Tensor& weight, const std::
     return LayerNode::apply(x, weight, bias, layer, pass);
 }
 
+static Tensor squares_of_rows(const Tensor& rows) {
+    const int64_t count = rows.size(0), size = rows.numel() / std::max<int64_t>(1, count);
+    Tensor found = at::empty({count}, at::kDouble);
+    gradveil_row_squares(rows.const_data_ptr<float>(), count, size, workers_for(rows.numel(), count),
+                         found.mutable_data_ptr<double>());
+    return found;
+}
+
+// The uses that waited, clipped together, if nothing of their groups is kept elsewhere. The clipped sums become, or are
+// added to, the gradients of their parameters.
+static void clip_waiting(int64_t number) {
+    at::AutoGradMode off(false);
+    const auto pass = Pass::find(number);
+    std::vector<Waiting> waiting;
+    std::swap(waiting, pass->waiting);
+    std::vector<intrusive_ptr<Layer>> layers;
+    std::map<int64_t, Tensor> totals;
+    for (const Waiting& use : waiting) {
+        const auto layer = layers.emplace_back(Layer::find(use.layer));
+        const Tensor of_g = squares_of_rows(use.g);
+        const Tensor square = squares_of_rows(use.x).mul_(of_g);
+        if (layer->bias) square.add_(of_g);
+        const auto [place, is_new] = totals.emplace(layer->group, square);
+        if (!is_new) place->second.add_(square);
+    }
+    std::map<int64_t, Tensor> weights;
+    bool lost = false;
+    for (const auto& [group, total] : totals) {
+        const Tensor both = at::empty({2, pass->batch}, at::kDouble);
+        double *norm = both.mutable_data_ptr<double>(), *weight = norm + pass->batch;
+        const double *square = total.const_data_ptr<double>(), bound = pass->bounds[group];
+        for (int64_t i = 0; i < pass->batch; i++) {
+            norm[i] = std::sqrt(square[i]);
+            const bool finite = norm[i] < INFINITY;  // false for nan as well
+            weight[i] = !finite ? 0.0 : norm[i] > bound ? bound / norm[i] : 1.0;
+            lost |= !finite;
+        }
+        pass->note(group, both);
+        if (lost) pass->flags(waiting[0].x).bitwise_or_(both[0].isfinite().logical_not());
+        weights.emplace(group, both[1].to(at::kFloat).unsqueeze(1));
+    }
+    for (size_t i = 0; i < waiting.size(); i++) {
+        const Waiting& use = waiting[i];
+        const Layer& layer = *layers[i];
+        const Tensor& w = weights.at(layer.group);
+        Tensor x = use.x.view({pass->batch, -1}), g = use.g.view({pass->batch, -1});
+        if (lost) {  // zero times what is not finite is not zero
+            const Tensor kept = w > 0, zero = at::zeros({}, x.options());
+            x = at::where(kept, x, zero), g = at::where(kept, g, zero);
+        }
+        const Tensor scaled = g * w;
+        layer.watch->add_gradient(layer.slots[0], at::mm(scaled.t(), x));
+        if (layer.bias) layer.watch->add_gradient(layer.slots[1], scaled.sum(0));
+    }
+}
+
+// The same uses, for Python to clip with what it has kept.
+static std::tuple<Ints, std::vector<Tensor>, std::vector<Tensor>> take_waiting(int64_t number) {
+    const auto pass = Pass::find(number);
+    std::tuple<Ints, std::vector<Tensor>, std::vector<Tensor>> found;
+    for (const Waiting& use : pass->waiting) {
+        std::get<0>(found).push_back(Layer::find(use.layer)->unit);
+        std::get<1>(found).push_back(use.x);
+        std::get<2>(found).push_back(use.g);
+    }
+    pass->waiting.clear();
+    return found;
+}
+
 // What is known of a pass: the groups whose examples were clipped, norms and weights of each, and who was lost.
 static std::tuple<Ints, std::vector<Tensor>, std::optional<Tensor>> notes(int64_t number) {
     const auto pass = Pass::find(number);
@@ -708,6 +806,9 @@ TORCH_LIBRARY(gradveil, m) {
           [](int64_t pass, int64_t unit) { Pass::find(pass)->set_clipped(unit); });
     m.def("flags(int current, Tensor like) -> Tensor",
           [](int64_t pass, const Tensor& like) { return Pass::find(pass)->flags(like).alias(); });
+    m.def("waits(int current) -> bool", [](int64_t pass) { return !Pass::find(pass)->waiting.empty(); });
+    m.def("clip_waiting(int current) -> ()", clip_waiting);
+    m.def("take_waiting(int current) -> (int[], Tensor[], Tensor[])", take_waiting);
     m.def("notes(int current) -> (int[], Tensor[], Tensor?)", notes);
     m.def("expect(int clipper, int slot, Tensor total) -> ()",
           [](int64_t clipper, int64_t slot, const Tensor& total) { Watch::find(clipper)->expect(slot, total); });

@@ -74,6 +74,9 @@ class Layers:
     was_clipped: Callable[..., bool]
     set_clipped: Callable[..., None]
     flags: Callable[..., Tensor]
+    waits: Callable[..., bool]
+    clip_waiting: Callable[..., None]
+    take_waiting: Callable[..., tuple[list[int], list[Tensor], list[Tensor]]]
     notes: Callable[..., tuple[list[int], list[Tensor], Tensor | None]]
     expect: Callable[..., None]
     stamp: Callable[..., None]
@@ -119,6 +122,9 @@ _FUNCTIONS = (
     "was_clipped",
     "set_clipped",
     "flags",
+    "waits",
+    "clip_waiting",
+    "take_waiting",
     "notes",
     "expect",
     "stamp",
@@ -128,6 +134,9 @@ _FUNCTIONS = (
     "add_noise",
     "add_cipher_noise",
 )
+
+
+_LOADED: dict[Path, Layers] = {}  # a library is loaded once, and for good: what it registers with torch stays
 
 
 @lru_cache(maxsize=1)
@@ -147,7 +156,9 @@ def _load() -> tuple[Layers | None, str]:
             depends_on=(torch.__version__,),
             trial="import sys, torch; torch.ops.load_library(sys.argv[1])",
         )
-        return Layers(library), "C++"
+        if library not in _LOADED:
+            _LOADED[library] = Layers(library)
+        return _LOADED[library], "C++"
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
         return None, f"Python (the C++ layers could not be built: {build.why(error)})"
 
