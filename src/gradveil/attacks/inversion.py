@@ -218,11 +218,14 @@ def precisions(sight: Sight) -> dict[str, float | Tensor]:
 
 
 class Inverting(_Descent):
-    """Knows nothing of clipping or noise; a gradient's length does not matter to it."""
+    """Knows nothing of clipping or noise; a gradient's length does not matter to it.
+
+    ``variation``: the weight of the mean absolute difference between neighbouring pixels beside 1 - cosine.
+    """
 
     name = "inverting"
 
-    def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float = 1e-4) -> None:
+    def __init__(self, *, restarts: int = 2, lr: float = 0.1, variation: float = 0.03) -> None:
         super().__init__(restarts=restarts, lr=lr, variation=variation)
 
     def objective(self, observation: Observation, labels: Tensor) -> Objective:
@@ -235,7 +238,7 @@ class Inverting(_Descent):
             gradients = model.of_batch(x, labels)
             found = torch.cat([gradients[n].flatten(1) for n in names], 1)
             similar = torch.nn.functional.cosine_similarity(found, seen, dim=1)
-            return 1.0 - similar + self.variation * total_variation(x)
+            return 1.0 - similar + self.variation * total_variation(x) / x[0].numel()
 
         return loss
 

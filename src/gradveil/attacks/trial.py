@@ -67,6 +67,7 @@ class Trial:
     reading: str | None = None
     training_batch: int = 600
     iterations: int = 300
+    network: str | None = None  # untrained, see untrained.py; None: the usual one for the data
     seed: int = 0
     device: str = "cpu"
 
@@ -142,7 +143,7 @@ def run(
         )
     generator = torch.Generator().manual_seed(trial.seed)
     if model is None:
-        model = untrained(data, generator=generator)
+        model = untrained(data, generator=generator, network=trial.network)
     order = torch.randperm(len(data.x_train), generator=generator)
     device = torch.device(trial.device)
     model = model.to(device)

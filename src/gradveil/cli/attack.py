@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     help="Expected batch size of the training, by which mean and noise are divided.",
 )
 @click.option("--iterations", default=300, show_default=True, help="At most.")
+@click.option("--network", help="Untrained network: cpl-net or relu-convnet (images), sigmoid-mlp.  [default: first]")
 @click.option("--seed", default=0, show_default=True, help="Of victims, weights, noise and starts.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
@@ -85,7 +86,7 @@ def command(
     from gradveil import data, strategies
     from gradveil.attacks.from_run import load_target
     from gradveil.attacks.trial import Trial, run
-    from gradveil.attacks.untrained import NAMES
+    from gradveil.attacks.untrained import network_for
 
     ctx = click.get_current_context()
     if given(ctx) & FILE_OPTIONS:
@@ -99,6 +100,8 @@ def command(
         target = load_target(run_dir, data_dir=data_dir)
         if dataset is not None and dataset != target.config.dataset:
             raise ConfigError(f"the run was trained on {target.config.dataset}, not on {dataset}: leave --dataset out.")
+        if rest["network"] is not None:
+            raise ConfigError("a RUN has its own network: leave --network out.")
         dataset, model_name = target.config.dataset, target.config.model
         theirs = {"step": target.step, "steps": target.plan.steps, "training_batch": target.config.batch_size}
         for name in chosen or [target.config.strategy]:
@@ -113,7 +116,7 @@ def command(
         dataset = dataset or "digits"
         trials = [Trial(strategy=name, **rest) for name in chosen or ["non-private"]]
         loaded = data.load(dataset, data_dir=data_dir)
-        model_name = NAMES[loaded.kind]
+        model_name = network_for(loaded, trials[0].network)
         for trial in trials:
             with _told(trial) as progress:
                 outcomes.append(run(trial, loaded, progress=progress))
