@@ -4,13 +4,16 @@
 
 What is given is the highest resident size during some steps after the first few, above the resident size before the
 model and its data were made: weights, gradients, activations, the batch, and what the libraries keep. A small network
-takes some steps in the same mode beforehand, so that code which is loaded at first use is not counted.
+takes some steps in the same mode beforehand, so that code which is loaded at first use is not counted. The C library
+is told to give freed blocks of 64 KiB and more back at once: what it would keep depends on the order of allocations,
+and is several megabytes more or less than what is in use.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import sys
 import warnings
 from multiprocessing.connection import Connection
@@ -23,8 +26,12 @@ from workloads import WORKLOADS, Workload
 
 WHAT = (
     "highest resident size during steps after warm-up, above the resident size before model and data were made; "
-    "each mode in a process of its own"
+    "each mode in a process of its own, freed blocks given back at once"
 )
+GIVE_BACK = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}  # glibc's; read when a process starts
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WARM_UP, STEPS = 2, 2
 
@@ -80,6 +87,7 @@ def _child(pipe: Connection, workload: str, mode: str, threads: int) -> None:
 
 def peak_bytes(workload: str, mode: str, threads: int) -> int | str:
     """Bytes, or why there are none."""
+    os.environ |= GIVE_BACK  # for the server that forks; this process has read them
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gradveil"])  # imported once; importing starts no thread
     mine, its = context.Pipe(duplex=False)
