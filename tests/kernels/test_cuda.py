@@ -34,7 +34,7 @@ def clip(bound, present):
     return cuda.Clip(torch.tensor([bound], device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE), mask)
 
 
-def check(found, grads, made):
+def check(found, grads, made, tolerance=1e-4):
     """Against per-example gradients in float64."""
     norms = torch.stack([g.double().flatten(1).square().sum(1) for g in grads]).sum(0).sqrt()
     weights = (float(made.bound) / norms).clamp(max=1.0)
@@ -45,9 +45,9 @@ def check(found, grads, made):
     for total, grad in zip(found.sums, grads, strict=True):
         keep = (weights > 0).view(-1, *[1] * (grad.dim() - 1))
         expected = torch.tensordot(weights, torch.where(keep, grad.double(), 0.0), dims=1)
-        assert float((total.double() - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
-    assert torch.allclose(found.norms.double()[finite], norms[finite], rtol=1e-4)
-    assert torch.allclose(found.weights.double(), weights, rtol=1e-4)
+        assert float((total.double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
+    assert torch.allclose(found.norms.double()[finite], norms[finite], rtol=tolerance)
+    assert torch.allclose(found.weights.double(), weights, rtol=tolerance)
     lost = ~finite if made.present is None else ~finite & made.present
     assert made.lost.bool().tolist() == lost.tolist()
     clipped = norms[finite] * found.weights.double()[finite]
@@ -75,7 +75,14 @@ def test_linear(present, weight, bias, positions):
     else:
         found = cuda.clip_gram(x, g, made, weight=weight, bias=bias)
     both = [torch.bmm(g.double().mT, x.double()), g.double().sum(1)]
-    check(found, [grad for grad, wanted in zip(both, (weight, bias), strict=True) if wanted], made)
+    # The bound on rounding that is added to a Gram sum of squares, 32 eps T for positions that are not alike, halved.
+    tolerance = max(1e-4, 16 * torch.finfo(torch.float32).eps * positions * 1.5)
+    grads = [grad for grad, wanted in zip(both, (weight, bias), strict=True) if wanted]
+    check(found, grads, made, tolerance)
+    finite = torch.isfinite(found.norms)
+    if weight and positions > 1:  # never underestimated
+        exact = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
+        assert bool((found.norms.double()[finite] >= exact[finite] * (1 - 1e-6)).all())
 
 
 CONVOLUTIONS = [  # channels, outputs, groups, height, width, kernel, stride, padding, dilation
