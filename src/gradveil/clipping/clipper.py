@@ -36,14 +36,15 @@ from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
+from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.support import check_module
-from gradveil.clipping.taps import SCALAR_OUTPUT, Followed, FunctionTap, ModelHook, tap_layer, tap_output
+from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
 from gradveil.clipping.units import Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.clipping.watch import PythonWatch, Watch
-from gradveil.errors import PrivacyViolation, UnsupportedModelError
+from gradveil.errors import UnsupportedModelError
 from gradveil.kernels import cuda, programs
 from gradveil.kernels.layers import Layers, NativeWatch, layers
 
@@ -129,25 +130,7 @@ class Clipper:
 
     def refuse(self, place: int, why: str) -> None:
         """What a watch, or a layer in C++, has found: of parameter or unit number ``place``."""
-        if why == "stranger":
-            raise PrivacyViolation(
-                f"parameter {self._names[place]!r} got a gradient from a use outside its own module's forward, such as "
-                "F.linear(x, layer.weight) or a penalty on the weights in the loss. That part is not clipped "
-                "per example. Use the parameter only through its module; for a penalty, use the optimizer's "
-                "weight_decay."
-            )
-        if why == "scalar":
-            raise UnsupportedModelError(SCALAR_OUTPUT)
-        label = self.units[place].label
-        if why == "twice":
-            raise PrivacyViolation(
-                f"{label} was differentiated twice for the same batch (retain_graph, or two losses): each "
-                "example's contribution would add up to more than the clip bound. Add the losses, call backward once."
-            )
-        raise UnsupportedModelError(
-            f"{label} is used in two reentrant checkpoints: the first was clipped before the second was known "
-            "of. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-        )
+        raise refusal(why, self._names[place] if why == "stranger" else self.units[place].label)
 
     # ---- the model's call
 
@@ -312,10 +295,7 @@ class Clipper:
         """As :meth:`collect`, for a layer in C++ whose case is not the ordinary one; empty where it was kept."""
         found, of_pass = self.units[unit], self._passes.get(current)
         if of_pass is None:
-            raise PrivacyViolation(
-                f"{found.label} was differentiated from something other than the model's output: gradveil follows a "
-                "pass from the output of the whole model. Return from forward() what the loss is computed from."
-            )
+            raise refusal("elsewhere", found.label)
         rule, layer = found.rule, found.native
         assert rule is not None and layer is not None
         needs = (False, True, len(found.parameters) == 2)
@@ -412,11 +392,7 @@ class Clipper:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
         touched = self._gradients.touched()
         if touched >= 0:
-            raise PrivacyViolation(
-                f"the gradient of {self._names[touched]!r} was changed between backward() and step(), or set by hand: "
-                "the sum of clipped gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and "
-                "the like (every example is clipped already); change gradients after the noise."
-            )
+            raise refusal("changed", self._names[touched])
 
     def _whitened(self, unit: Unit, use: Use) -> Use:
         if self.whitening is None:

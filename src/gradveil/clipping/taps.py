@@ -12,21 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gradveil.clipping.function import FunctionCall, OutputPlan
+from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.units import Unit
-from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from gradveil.clipping.clipper import Clipper
     from gradveil.clipping.passes import Call, Pass
-
-
-SCALAR_OUTPUT = (
-    "the model returned a scalar and the loss was computed from it: how the examples of the batch enter a number that "
-    "was made inside the model cannot be checked (a mean over the labels that are not ignored, or a contrastive loss, "
-    "would undo the bound on each example). Return outputs with the examples along the first dimension, such as "
-    "logits, and compute the loss from them outside the model."
-)
 
 
 class OutputTap(torch.autograd.Function):
@@ -40,7 +32,7 @@ class OutputTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if g.dim() == 0 and ctx.current.batch > 1:
-            raise UnsupportedModelError(SCALAR_OUTPUT)
+            raise refusal("scalar", "")
         ctx.clipper.start_backward(ctx.current)
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
 

@@ -57,7 +57,7 @@ class Layers:
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(str(library))
         self._classes: Any = torch.classes.gradveil
-        for name in _FUNCTIONS:
+        for name in Layers.__annotations__:  # the functions declared below
             setattr(self, name, getattr(torch.ops.gradveil, name).default._op)
         self._owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -110,30 +110,6 @@ class Layers:
 
     def _refuse(self, clipper: int, place: int, why: str) -> None:
         self._owners[clipper].refuse(place, why)
-
-
-_FUNCTIONS = (
-    "begin",
-    "layer",
-    "layer_again",
-    "output",
-    "count",
-    "uses",
-    "was_clipped",
-    "set_clipped",
-    "flags",
-    "waits",
-    "clip_waiting",
-    "take_waiting",
-    "notes",
-    "expect",
-    "stamp",
-    "clear_stamps",
-    "touched",
-    "differentiating",
-    "add_noise",
-    "add_cipher_noise",
-)
 
 
 _LOADED: dict[Path, Layers] = {}  # a library is loaded once, and for good: what it registers with torch stays

@@ -1,0 +1,48 @@
+"""What is refused while a pass is followed, whoever finds it (clipper, watch, or a layer in C++), in one place."""
+
+from __future__ import annotations
+
+from gradveil.errors import GradveilError, PrivacyViolation, UnsupportedModelError
+
+_KINDS: dict[str, tuple[type[GradveilError], str]] = {
+    "stranger": (
+        PrivacyViolation,
+        "parameter {what!r} got a gradient from a use outside its own module's forward, such as F.linear(x, "
+        "layer.weight) or a penalty on the weights in the loss. That part is not clipped per example. Use the "
+        "parameter only through its module; for a penalty, use the optimizer's weight_decay.",
+    ),
+    "changed": (
+        PrivacyViolation,
+        "the gradient of {what!r} was changed between backward() and step(), or set by hand: the sum of clipped "
+        "gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and the like (every example is "
+        "clipped already); change gradients after the noise.",
+    ),
+    "twice": (
+        PrivacyViolation,
+        "{what} was differentiated twice for the same batch (retain_graph, or two losses): each example's contribution "
+        "would add up to more than the clip bound. Add the losses, call backward once.",
+    ),
+    "elsewhere": (
+        PrivacyViolation,
+        "{what} was differentiated from something other than the model's output: gradveil follows a pass from the "
+        "output of the whole model. Return from forward() what the loss is computed from.",
+    ),
+    "checkpoints": (
+        UnsupportedModelError,
+        "{what} is used in two reentrant checkpoints: the first was clipped before the second was known of. Use "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+    ),
+    "scalar": (
+        UnsupportedModelError,
+        "the model returned a scalar and the loss was computed from it: how the examples of the batch enter a number "
+        "that was made inside the model cannot be checked (a mean over the labels that are not ignored, or a "
+        "contrastive loss, would undo the bound on each example). Return outputs with the examples along the first "
+        "dimension, such as logits, and compute the loss from them outside the model.",
+    ),
+}
+
+
+def refusal(why: str, what: str) -> GradveilError:
+    """The error to raise: of a parameter's name, or of a unit's label."""
+    kind, text = _KINDS[why]
+    return kind(text.format(what=what))
