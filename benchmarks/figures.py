@@ -1,9 +1,10 @@
-"""Draw the figures of docs/performance.md from the results files.
+"""Draw the figures of docs/performance.md and docs/attacks.md from the results files.
 
     python benchmarks/figures.py [--results benchmarks/results] [--out docs/figures] [--format svg]
 
 speed_DEVICE: one private step in units of a plain SGD step, by workload and mode. scaling_DEVICE: milliseconds of a
-step by batch and by depth. A results file that is not there gives no figure.
+step by batch and by depth. leakage_DEVICE: how near attacks come, by data set and
+strategy. A results file that is not there gives no figure.
 """
 
 from __future__ import annotations
@@ -145,7 +146,50 @@ def scaling(results: dict[str, Any]) -> Figure:
     return figure
 
 
-FIGURES = {"speed": speed, "scaling": scaling}
+ATTACKED = {"cpl": ("cpl, the paper's attack", GREY, "o"), "map": ("map, which knows the defence", ORANGE, "s")}
+
+
+def leakage(results: dict[str, Any]) -> Figure:
+    """One panel for each data set: how near each attack comes, median and its interval; guessing as a dashed line."""
+    sets = list(dict.fromkeys(row["dataset"] for row in results["rows"]))
+    strategies = list(dict.fromkeys(row["strategy"] for row in results["rows"]))
+    figure, axes = plt.subplots(
+        1, len(sets), figsize=(1.6 + 2.2 * len(sets), 1.2 + 0.36 * len(strategies)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for ax, name in zip(axes.flat, sets, strict=True):
+        rows = [row for row in results["rows"] if row["dataset"] == name]
+        for row in rows:
+            _, colour, marker = ATTACKED[row["attack"]]
+            found, place = (
+                row["result"],
+                strategies.index(row["strategy"]) + (0.14 if row["attack"] == "map" else -0.14),
+            )
+            middle, (low, high) = found["psnr_median"], found["psnr_median_interval"]
+            ax.errorbar(
+                middle, place, xerr=[[middle - low], [high - middle]], color=colour, marker=marker, markersize=4.5,
+                capsize=2, linewidth=0.9,
+            )  # fmt: skip
+        ax.axvline(rows[0]["result"]["guess_psnr_median"], color="black", linestyle="--", linewidth=0.9)
+        ax.set_title(name, loc="left")
+        ax.set_xlim(left=0)
+        ax.grid(True, axis="x", color="#dddddd", linewidth=0.6)
+        ax.tick_params(axis="y", length=0)
+    axes[0, 0].set_yticks(range(len(strategies)), strategies)
+    axes[0, 0].set_ylim(len(strategies) - 0.5, -0.5)
+    handles: list[Line2D] = [
+        Line2D([], [], color=colour, marker=marker, markersize=4.5, linestyle="", label=label)
+        for label, colour, marker in ATTACKED.values()
+    ]
+    handles.append(Line2D([], [], color="black", linestyle="--", label="the best guess without any gradient"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=8.5)
+    figure.supxlabel(
+        f"PSNR of the reconstruction in dB, median of {results['victims']} victims (higher: more leaks)", fontsize=9
+    )
+    return figure
+
+
+FIGURES = {"speed": speed, "scaling": scaling, "leakage": leakage}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What gradients of the first step give away, per data set and strategy, to the paper's attack and to one that knows.
 
-    python benchmarks/leakage.py --device cuda --victims 50 --out benchmarks/results/leakage_h200.json
+    python benchmarks/leakage.py --device cuda --victims 50 --out benchmarks/results/leakage_cuda.json
 
 Every row is one trial of gradveil.attacks: an untrained CPL net, the gradient of a single example as the strategy
 releases it (clipped and noised for a batch of 600), 300 iterations, one attempt. Non-private is the control; so are the
@@ -11,7 +11,8 @@ beside the same attack with torch.optim.LBFGS, one victim after the other.
 ``--save DIR`` writes these examples as arrays, and ``--load DIR`` reads them where the data sets are not at hand.
 ``--fixed FILE.png`` draws the paper's illustration instead: one victim of each set, from the plain gradient, and
 clipped and noised at C = 1, sigma = 1 and at C = 4, sigma = 6, by both attacks. Reconstructions of the first victims go
-to ``--pictures FILE.npz``; they are images of the data sets, faces among them.
+to ``--pictures FILE.npz``, and ``--grid FILE.png`` draws one victim of each of ``--sets`` from there; they are images
+of the data sets, faces among them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from machine import description
 from torch.nn import functional as F
 
 from gradveil import data
+from gradveil.attacks.attack import full_precision
 from gradveil.attacks.matching import CPL
 from gradveil.attacks.observe import observe
 from gradveil.attacks.trial import Outcome, Trial, run
@@ -68,6 +70,7 @@ def load(name: str, folder: Path) -> DataSet:
     )  # fmt: skip
 
 
+@full_precision()
 def sequential(dataset: DataSet, trial: Trial, victims: int) -> dict[str, float]:
     """Seconds for each victim: all at once, and some of them alone with torch.optim.LBFGS, to the same end."""
     generator = torch.Generator().manual_seed(trial.seed)
@@ -138,6 +141,29 @@ def pictures(outcome: Outcome) -> dict[str, np.ndarray[Any, Any]]:
     return {"original": bytes_of(outcome.secret.x), "found": bytes_of(outcome.reconstruction.x)}
 
 
+GRID = (  # title, strategy, attack
+    ("plain gradient\ncpl", "non-private", "cpl"),
+    ("baseline\ncpl", "baseline", "cpl"),
+    ("baseline\nmap", "baseline", "map"),
+    ("quantile-clip\nmap", "quantile-clip", "map"),
+    ("adaclip\nmap", "adaclip", "map"),
+    ("dyn-s-sigma, 6\nmap", "dyn-s-sigma, sigma_0 = 6", "map"),
+    ("dyn-s-sigma, 15\nmap", "dyn-s-sigma, sigma_0 = 15", "map"),
+)
+
+
+def draw_found(drawn: dict[str, np.ndarray[Any, Any]], sets: list[str], path: Path) -> None:
+    def image(key: str) -> torch.Tensor:
+        return torch.from_numpy(drawn[key][0]).float() / 255
+
+    lines: list[Line] = []
+    for name in sets:
+        row = [("original", image(f"{name}/non-private/cpl/original"))]
+        row += [(title, image(f"{name}/{strategy}/{attack}/found")) for title, strategy, attack in GRID]
+        lines.append((name, row))
+    draw_grid(lines, path)
+
+
 FIXED: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "non-private", "view": "per-example"},
     "C = 1, sigma = 1": {"strategy": "baseline", "view": "per-example-noised", "clip": 1.0, "sigma": 1.0},
@@ -175,10 +201,14 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--grid", type=Path)
     parser.add_argument("--fixed", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.grid:
+        draw_found(dict(np.load(args.pictures)), args.sets, args.grid)
+        return
     sets = {n: load(n, args.load) if args.load else first(data.load(n), args.examples) for n in args.sets}
     if args.save:
         for dataset in sets.values():
@@ -190,6 +220,13 @@ def main() -> None:
     results = {"what": __doc__.splitlines()[0] if __doc__ else "", **description(args.device, torch.get_num_threads())}
     results |= {"victims": args.victims, "iterations": args.iterations, "examples": args.examples, "rows": []}
     drawn: dict[str, Any] = {}
+    if args.out and args.out.exists():  # a command that was broken off goes on where it was
+        earlier = json.loads(args.out.read_text())
+        results["rows"] = earlier["rows"]
+        results |= {"speed": earlier["speed"]} if "speed" in earlier else {}
+        if args.pictures and args.pictures.exists():
+            drawn |= dict(np.load(args.pictures))
+    done = {(row["dataset"], row["strategy"], row["attack"]) for row in results["rows"]}
 
     def write() -> None:
         if args.out:
@@ -197,13 +234,15 @@ def main() -> None:
         if args.pictures:
             np.savez_compressed(args.pictures, **drawn)
 
-    if args.speed:
+    if args.speed and "speed" not in results:
         fast = Trial(victims=100, iterations=args.iterations, device=args.device)
         results["speed"] = sequential(sets["mnist"], fast, args.speed)
         print("speed", results["speed"], flush=True)
     for name, dataset in sets.items():
         for label in args.strategies:
             for attack in args.attacks:
+                if (name, label, attack) in done:
+                    continue
                 settings = {"victims": args.victims, "iterations": args.iterations, "device": args.device}
                 view = "per-example" if label == "non-private" else "per-example-noised"
                 outcome = run(Trial(attack=attack, view=view, **(settings | STRATEGIES[label])), dataset)

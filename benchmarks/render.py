@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/performance.md from the results files.
+"""Write the tables of README.md, docs/performance.md and docs/attacks.md from the results files.
 
     python benchmarks/render.py            # writes
     python benchmarks/render.py --check    # exit code 1 and the names, where a document is not what the results say
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/attacks.md")
 ABSENT = "not measured yet"
 
 OURS = {  # mode -> heading
@@ -207,11 +207,62 @@ def scaling(name: str) -> str:
     return _table([*head, "per layer / plain at the largest", "flat / plain at the largest"], rows)
 
 
+# ---- docs/attacks.md
+
+
+def leakage(name: str) -> str:
+    """One row for each data set and strategy; both attacks beside the best guess and the bound."""
+    data = _load(name)
+    if data is None:
+        return ABSENT
+    rows = []
+    by_key = {(r["dataset"], r["strategy"], r["attack"]): r for r in data["rows"]}
+    for dataset, strategy in dict.fromkeys((d, s) for d, s, _ in by_key):
+        cpl, knows = by_key[dataset, strategy, "cpl"], by_key[dataset, strategy, "map"]
+        cells = [dataset, strategy]
+        for found in (cpl["result"], knows["result"]):
+            low, high = found["psnr_median_interval"]
+            cells += [f"{found['psnr_median']:.1f} ({low:.1f} to {high:.1f})", f"{found['success_rate']:.0%}"]
+        result, bound = knows["result"], knows["success_bound"]
+        reached = result["iterations_to_30_db_median"]
+        paper = cpl["result"]["paper"]
+        cells += [
+            f"{result['guess_psnr_median']:.1f}",
+            f"{result['ssim_median']:.2f}",
+            f"{result['retrieved_first']:.0%}",
+            f"{result['labels_right']:.0%}",
+            "-" if reached is None else f"{reached:.0f}",
+            f"{paper['asr_mse_per_pixel']:.0%} / {paper['asr_l2_distance']:.0%}",
+            "none" if bound is None else f"{bound:.2f}",
+        ]
+        rows.append(cells)
+    head = ["set", "strategy", "cpl, dB", "succeeds", "map, dB", "succeeds", "best guess, dB", "SSIM", "found again"]
+    return _table([*head, "labels", "iterations to 30 dB", "the paper's ASR of cpl", "bound on success"], rows)
+
+
+def leakage_speed(name: str) -> str:
+    data = _load(name)
+    if data is None or "speed" not in data:
+        return ABSENT
+    found = data["speed"]
+    return (
+        f"{found['victims_at_once']} MNIST victims at once: {found['seconds_per_victim_at_once']:.3f} s each. One "
+        f"after the other with torch.optim.LBFGS, to the same end ({found['victims_alone']} victims): "
+        f"{found['seconds_per_victim_alone']:.2f} s each, {found['ratio']:.0f} times as long. {data['machine']}."
+    )
+
+
 def figure(name: str, what: str) -> str:
     return f"![{what}](figures/{name}.svg)" if (FIGURES / f"{name}.svg").exists() else "not drawn yet"
 
 
-TABLES: dict[str, Callable[[], str]] = {"mnist_full_length": mnist_full_length}
+TABLES: dict[str, Callable[[], str]] = {
+    "mnist_full_length": mnist_full_length,
+    "machine_leakage_cuda": lambda: machine("leakage_cuda"),
+    "leakage_cuda": lambda: leakage("leakage_cuda"),
+    "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),
+    "figure_leakage_cuda": lambda: figure("leakage_cuda", "How near attacks come, by data set and strategy"),
+}
 for _device in ("cpu", "cuda"):
     _s, _g = f"speed_{_device}", f"scaling_{_device}"
     TABLES |= {

@@ -97,22 +97,26 @@ def test_rows_that_are_told_to_stop():
 
 
 def test_the_compact_form_is_the_same_matrix_as_two_loops() -> None:
-    """More pairs than are remembered, and rows that leave some out."""
+    """More pairs than are remembered, rows that leave some out, and a row that goes. One row's history is its own."""
     generator = torch.Generator().manual_seed(2)
     rows, size, history = 5, 12, 4
     curved = torch.eye(size, dtype=torch.float64) + torch.diag(torch.rand(size, generator=generator).double())
-    loops, compact = TwoLoops(history), CompactPairs(torch.zeros(rows, size, dtype=torch.float64), history)
+    loops = [TwoLoops(history) for _ in range(rows)]
+    compact = CompactPairs(torch.zeros(rows, size, dtype=torch.float64), history)
     scale = torch.rand(rows, generator=generator).double() + 0.5
     v = torch.randn(rows, size, generator=generator).double()
     assert torch.equal(compact.times(v, scale), v * scale[:, None])
     for turn in range(11):
-        good = torch.rand(rows, generator=generator) > 0.3
-        s = torch.where(good[:, None], torch.randn(rows, size, generator=generator).double(), 0.0)
-        for pairs in (loops, compact):
-            pairs.add(s @ curved, s, good)
-        torch.testing.assert_close(compact.times(v, scale), loops.times(v, scale), rtol=1e-9, atol=1e-9)
+        good = torch.rand(len(v), generator=generator) > 0.3
+        s = torch.where(good[:, None], torch.randn(len(v), size, generator=generator).double(), 0.0)
+        compact.add(s @ curved, s, good)
+        found = compact.times(v, scale)
+        for i, pairs in enumerate(loops):
+            pairs.add((s @ curved)[i : i + 1], s[i : i + 1], good[i : i + 1])
+            expected = pairs.times(v[i : i + 1], scale[i : i + 1])
+            torch.testing.assert_close(found[i : i + 1], expected, rtol=1e-9, atol=1e-9)
         if turn == 7:
             kept = torch.tensor([True, True, False, True, True])
-            for pairs in (loops, compact):
-                pairs.keep(kept)
-            scale, v, rows = scale[kept], v[kept], 4
+            compact.keep(kept)
+            del loops[2]
+            scale, v = scale[kept], v[kept]

@@ -31,8 +31,8 @@ def leaking_layer(module: nn.Module, features: int, *, bias: bool = True) -> str
 class Analytic(Attack):
     name = "analytic"
 
-    def run(
-        self, observation: Observation, *, iterations: int = 1, seed: int = 0, watch: Watch | None = None
+    def reconstruct(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
         features = int(torch.Size(observation.input_shape).numel())
         row = len(observation.input_shape) == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -35,14 +36,32 @@ class Reconstruction:
 
 
 class Attack:
-    """One way to reconstruct inputs from gradients. Settings are its attributes; ``run`` keeps no state."""
+    """One way to reconstruct inputs from gradients: ``reconstruct``. Settings are its attributes; it keeps no state."""
 
     name: str
 
     def run(
-        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None = None
+        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    ) -> Reconstruction:
+        with full_precision():
+            return self.reconstruct(observation, iterations=iterations, seed=seed, watch=watch)
+
+    def reconstruct(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
         raise NotImplementedError
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 numbers as such. On a GPU torch rounds those of convolutions to ten bits unless told not to,
+    and gradients that are right to three digits cannot be matched any closer."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def squared_differences(

@@ -21,6 +21,7 @@ from gradveil.attacks.gradients import model_at
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching import ClipAwareMatching
 from gradveil.attacks.observation import Observation, Sight
+from gradveil.attacks.replay import Replay
 from gradveil.attacks.seeds import start_of
 
 _LEAST_SPREAD = 0.05  # a pixel that never changed may yet
@@ -55,8 +56,8 @@ class _Descent(Attack):
         """What is made of a gradient before it is used."""
         return gradient
 
-    def run(
-        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    def reconstruct(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
         generator = torch.Generator().manual_seed(seed)
         labels = infer_labels(observation)
@@ -76,15 +77,25 @@ class _Descent(Attack):
         optimizer = torch.optim.Adam([z], lr=self.lr)
         frames, losses = {0: start.clone()}, []
         kept, least = start.clone(), torch.full((len(start),), float("inf"), device=start.device)
+        x, loss, gradient = torch.empty_like(start), torch.empty_like(least), torch.empty_like(start)
+
+        def evaluate() -> None:
+            with torch.enable_grad():
+                at = torch.sigmoid(z)
+                found = objective(at)
+                (slope,) = torch.autograd.grad(found.sum(), z)
+            x.copy_(at.detach())
+            loss.copy_(found.detach())
+            gradient.copy_(slope)
+
+        look = Replay(evaluate, start.device)
         for iteration in range(1, iterations + 1):
             for group in optimizer.param_groups:  # down to a hundredth along half a cosine
                 group["lr"] = self.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (iteration - 1) / iterations)))
-            x = torch.sigmoid(z)
-            loss = objective(x)
-            (gradient,) = torch.autograd.grad(loss.sum(), z)
-            better = loss.detach() < least
-            least = torch.where(better, loss.detach(), least)
-            kept = torch.where(better.view(-1, *[1] * (x.dim() - 1)), x.detach(), kept)
+            look()
+            better = loss < least
+            least = torch.where(better, loss, least)
+            kept = torch.where(better.view(-1, *[1] * (x.dim() - 1)), x, kept)
             losses.append(least.clone())
             if watch is not None:
                 watch(iteration, kept, least)
@@ -154,12 +165,12 @@ class MAP(_Descent):
         super().__init__(restarts=restarts, lr=lr, variation=variation)
         self.public = public
 
-    def run(
-        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    def reconstruct(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
         """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
         if any(sight.defence.noise_std is not None for sight in observation.sights):
-            return super().run(observation, iterations=iterations, seed=seed, watch=watch)
+            return super().reconstruct(observation, iterations=iterations, seed=seed, watch=watch)
         ways = [ClipAwareMatching() for _ in range(self.restarts)]
         public = self._public(observation)
         if public is not None and observation.batch == 1:  # the examples of a batch would start, and stay, together

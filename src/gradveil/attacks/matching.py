@@ -34,8 +34,8 @@ class _Matching(Attack):
     def __init__(self, *, start: str | None = None, image: Tensor | None = None, inner: int = 20) -> None:
         self.start, self.image, self.inner = start or type(self).start, image, inner
 
-    def run(
-        self, observation: Observation, *, iterations: int = 300, seed: int = 0, watch: Watch | None = None
+    def reconstruct(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
         generator = torch.Generator().manual_seed(seed)
         x = start_of(observation, self.start, generator, image=self.image)
@@ -75,7 +75,8 @@ class _Matching(Attack):
     ) -> Reconstruction:
         device, victims = observation.device, observation.victims
         known = [(model_at(observation, s), s, self._scale(s)) for s in self._sights(observation)]
-        rows = torch.arange(victims, device=device)  # which victims are still worked on
+        rows = everyone = torch.arange(victims, device=device)  # which victims are still worked on
+        going = torch.ones(victims, dtype=torch.bool, device=device)  # which of these rows have not ended
 
         def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:
             with torch.enable_grad():
@@ -89,14 +90,13 @@ class _Matching(Attack):
                 (gradient,) = torch.autograd.grad(loss.sum(), flat)
             return loss.detach(), gradient
 
-        everyone = torch.arange(victims, device=device)
         optimizer = BatchedLBFGS(numbers.clone(), evaluate, inner=self.inner)
         final, last = numbers.clone(), torch.full((victims,), float("inf"), device=device)
         frames, losses = {0: unpack(final, everyone)[0].clone()}, []
         unchanged = torch.zeros(victims, dtype=torch.int64, device=device)
         for iteration in range(1, iterations + 1):
             before = optimizer.x.clone()
-            loss = optimizer.step()
+            loss = optimizer.step(going)
             final[rows] = optimizer.x
             still = (optimizer.x == before).all(1) | ~torch.isfinite(loss)
             unchanged[rows] = torch.where(still, unchanged[rows] + 1, 0)
@@ -106,12 +106,14 @@ class _Matching(Attack):
                 watch(iteration, unpack(final, everyone)[0])
             if iteration in FRAMES:
                 frames[iteration] = unpack(final, everyone)[0].clone()
-            going = (unchanged[rows] < _STALLED) & ~(loss <= _DONE)
-            if not bool(going.all()):
-                optimizer.keep(going)
-                rows = rows[going]
-            if not len(rows):
+            going &= (unchanged[rows] < _STALLED) & ~(loss <= _DONE)
+            left = int(going.sum())
+            if not left:
                 break
+            # Fewer rows are less work, but other shapes are other graphs.
+            if left <= len(rows) // 2 or (left < len(rows) and device.type != "cuda"):
+                optimizer.keep(going)
+                rows, going = rows[going], going[going]
         x, labels = unpack(final, everyone)
         failed = ~torch.isfinite(final).all(1) | ~torch.isfinite(last)
         classes = labels if labels.dim() == 2 else labels.argmax(2)

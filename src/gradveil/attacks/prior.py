@@ -43,8 +43,8 @@ class Prior(Attack):
             parts.append(torch.stack(fits).sum(0))
         return torch.cat(parts, 1)
 
-    def run(
-        self, observation: Observation, *, iterations: int = 1, seed: int = 0, watch: Watch | None = None
+    def reconstruct(
+        self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
         scores = self.scores(observation)
         scores = torch.where(torch.isnan(scores), float("inf"), scores)  # a candidate without a gradient is not it

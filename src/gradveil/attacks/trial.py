@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil.accounting.rero import one_step_bound
 from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.attack import Attack, Reconstruction
+from gradveil.attacks.attack import Attack, Reconstruction, full_precision
 from gradveil.attacks.counts import expected_counts
 from gradveil.attacks.inversion import MAP, Inverting
 from gradveil.attacks.labels import counts_recovered
@@ -121,6 +121,7 @@ class Outcome:
         }
 
 
+@full_precision()
 def run(
     trial: Trial,
     data: DataSet,
