@@ -33,9 +33,9 @@ from gradveil import data
 from gradveil.attacks.attack import full_precision
 from gradveil.attacks.matching import CPL
 from gradveil.attacks.observe import observe
+from gradveil.attacks.pictures import Line, draw_grid
 from gradveil.attacks.trial import Outcome, Trial, run
 from gradveil.attacks.untrained import untrained
-from gradveil.cli._pictures import Line, draw_grid
 from gradveil.data import DataSet
 
 SETS = ("mnist", "fashion-mnist", "cifar10", "lfw")

@@ -19,6 +19,7 @@ _COMMANDS = {
     "demo": "Four strategies on the digits data, side by side, in about a minute.",
     "attack": "Attack gradients as a strategy would release them, and judge what comes back.",
     "inspect": "Look at a model before it is trained: what leaks, what is refused, what attacks get.",
+    "reproduce": "Rerun the tables and figures of the paper, published values beside measured ones.",
     "strategies": "List the strategies and what each guarantees.",
     "datasets": "List the data sets, what is there, and fetch what is not.",
     "ledger": "Verify or show a run's ledger.",

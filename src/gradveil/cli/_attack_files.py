@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gradveil.attacks.pictures import draw_grid
 from gradveil.cli._file_options import Files
 from gradveil.cli._output import number, table
-from gradveil.cli._pictures import draw_grid
 from gradveil.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gradveil.attacks.pictures import draw_grid
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
 from gradveil.cli._options import given
 from gradveil.cli._output import number, table
-from gradveil.cli._pictures import draw_grid
 from gradveil.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,0 +1,186 @@
+"""Cells: the independent pieces of work that experiments are made of.
+
+A cell is its kind and its settings, and these decide its result. Two experiments that need the same run share it: a
+cell's name is a hash of both. Where a cell is run (device, folder of the data) is not part of it, except where time is
+what is measured.
+
+    train    one private or plain training run, in a run directory that can be resumed
+    attack   one attack on victims of a data set (gradveil.attacks.trial)
+    time     seconds per step of a short run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradveil.rundir import write_whole
+
+Result = dict[str, Any]
+RESULT = "cell.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    kind: str
+    settings: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def key(self) -> str:
+        """A folder's name: what can be read of it, and a hash of everything."""
+        whole = json.dumps([self.kind, dict(self.settings)], sort_keys=True)
+        shown = [str(self.settings.get(name, "")) for name in ("dataset", "strategy", "attack")]
+        words = "-".join(word for word in (self.kind, *shown) if word)
+        return f"{words}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cell is run."""
+
+    device: str = "cpu"
+    data_dir: str | None = None
+    threads: int | None = None  # of torch; None: as it is
+
+
+def run_cell(cell: Cell, folder: Path, place: Place) -> Result:
+    """The result of a cell, kept in its folder: one that is there already is not run again."""
+    done = folder / RESULT
+    if done.exists():
+        return dict(json.loads(done.read_text()))
+    import torch
+
+    if place.threads is not None:
+        torch.set_num_threads(place.threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+    found = KINDS[cell.kind](dict(cell.settings), folder, place)
+    result = {
+        "kind": cell.kind,
+        "settings": dict(cell.settings),
+        "machine": _machine(place.device),
+        "seconds": round(time.perf_counter() - begun, 3),
+        **found,
+    }
+    write_whole(done, (json.dumps(result) + "\n").encode())
+    return result
+
+
+def _machine(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+# ---- training
+
+
+def _train(settings: Result, folder: Path, place: Place) -> Result:
+    from gradveil import training
+    from gradveil.config import RunConfig
+
+    where, seed = folder / "run", settings.pop("seed")
+    if (where / "config.toml").exists():
+        ended = training.resume(where, seed=seed)
+    else:
+        shutil.rmtree(where, ignore_errors=True)  # killed before it was a run
+        config = RunConfig.check({**settings, "device": place.device, "data_dir": place.data_dir})
+        ended = training.train(config, run_dir=where, seed=seed)
+    return _told(ended)
+
+
+def _told(ended: Any) -> Result:
+    """What tables are made of: the end of a run, and every look on the way with what was spent until then."""
+    from gradveil.accounting import paper_curve
+    from gradveil.rundir import RunDirectory
+
+    run = RunDirectory.open(ended.run_dir)
+    contents = run.verified_ledger()
+    releases = contents.releases
+    looks = [m for m in run.read_metrics() if m.get("accuracy") is not None]
+    trace: list[Result] = []
+    curve = {}
+    if releases:
+        curve = paper_curve([r.sigma for r in releases], contents.header.sample_rate, contents.header.delta)
+    for look in looks:
+        step = look["step"]
+        point: Result = {"step": step, "accuracy": look["accuracy"], "loss": look["loss"]}
+        if releases:
+            release = releases[step - 1]
+            point |= {"clip": max(release.clip), "sigma": release.sigma, "noise_std": max(release.noise_std)}
+            point["as_published"] = {method: float(values[step - 1]) for method, values in curve.items()}
+            point["proved_rdp"] = look["epsilon"] if str(look["epsilon_kind"]).startswith("proved") else None
+        trace.append(point)
+    statement = ended.statement.to_dict()
+    return {
+        "accuracy": ended.accuracy,
+        "steps": ended.steps,
+        "ended": ended.ended,
+        "seconds_per_step": ended.seconds_per_step,
+        "proved": statement["proved"],
+        "as_published": {m: float(v[-1]) for m, v in curve.items()},
+        "trace": trace,
+    }
+
+
+# ---- attacks
+
+
+def _attack(settings: Result, folder: Path, place: Place) -> Result:
+    import numpy as np
+
+    from gradveil import data
+    from gradveil.attacks.trial import Trial, run
+
+    dataset = settings.pop("dataset")
+    shown = settings.pop("shown", 0)
+    outcome = run(Trial(**settings, device=place.device), data.load(dataset, data_dir=place.data_dir))
+    if shown:  # images of the data set: in the cell's folder, never in a report by themselves
+        pictures = {"original": outcome.secret.x[:shown, 0]}
+        pictures |= {f"frame {i}": x[:shown, 0] for i, x in outcome.reconstruction.frames.items()}
+        pictures["found"] = outcome.reconstruction.x[:shown, 0]
+        arrays = {n: x.clamp(0, 1).nan_to_num(0.5).cpu().numpy().astype(np.float32) for n, x in pictures.items()}
+        np.savez_compressed(folder / "pictures.npz", **arrays)  # type: ignore[arg-type]
+    return outcome.to_dict() | {"dataset": dataset}
+
+
+# ---- time
+
+
+def _time(settings: Result, folder: Path, place: Place) -> Result:
+    """Seconds per step: the median of some short runs, each without looks on the way."""
+    from gradveil import training
+    from gradveil.config import RunConfig
+
+    device, repeats, seed = settings.pop("device"), settings.pop("repeats"), settings.pop("seed")
+    steps = settings["steps"]
+    took = []
+    for i in range(repeats):
+        where = folder / f"run{i}"
+        shutil.rmtree(where, ignore_errors=True)
+        config = RunConfig.check(
+            {
+                **settings,
+                "device": device,
+                "data_dir": place.data_dir,
+                "evaluate_every": steps,
+                "checkpoint_every": steps,
+            }
+        )
+        took.append(training.train(config, run_dir=where, seed=seed).seconds_per_step)
+        shutil.rmtree(where)
+    return {"seconds_per_step": statistics.median(took), "all": took}
+
+
+ALONE = ("time",)  # nothing else runs beside them
+KINDS: dict[str, Callable[[Result, Path, Place], Result]] = {"train": _train, "attack": _attack, "time": _time}

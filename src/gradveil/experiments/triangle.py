@@ -1,0 +1,103 @@
+"""Privacy, utility and resilience in one table: accuracy, proved epsilon, and what the attack that knows gets.
+
+Ours, not the paper's. Accuracy and epsilon of the run at C = 4, sigma = 6; the attack sees the first step's gradient of
+one example with the noise of its batch, the hardest case for the defence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradveil.experiments import adaptive_clipping, noise_decay_target, sensitivity
+from gradveil.experiments.cells import Cell
+from gradveil.experiments.compare import Report, Table
+from gradveil.experiments.drawing import COLOURS, MARKERS, panels
+from gradveil.experiments.experiment import Experiment, Found, Row, proved
+from gradveil.experiments.noise_decay import CLIP, dataset
+from gradveil.experiments.plan import Plan
+
+
+def _runs(plan: Plan) -> dict[str, tuple[Cell, dict[str, Any]]]:
+    """By label: the training run, and how the first step is released."""
+    name = dataset(plan)
+    found: dict[str, tuple[Cell, dict[str, Any]]] = {
+        "non-private": (sensitivity.plain(plan, name)[0], {"strategy": "non-private"})
+    }
+    for row in (Row("baseline"), Row("dyn-s-decay"), Row("dyn-s-l2max", "batch"), Row("dyn-s", "batch")):
+        found[row.label] = (sensitivity.runs(plan, name, row, CLIP)[0], row.settings)
+    for row in (Row("quantile-clip"), Row("adaclip")):
+        found[row.label] = (adaptive_clipping.runs(plan, name, row)[0], row.settings)
+    for row in (Row("dyn-sigma"), Row("dyn-s-sigma", "batch")):
+        cell = noise_decay_target.run(plan, "exponential", row)
+        found[f"{row.label}, sigma from 15"] = (cell, {**row.settings, "sigma": 15.0})
+    return found
+
+
+def _trial(plan: Plan, settings: dict[str, Any]) -> Cell:
+    victims, iterations = (50, 300) if plan.scale == "full" else (5, 40)
+    view = "per-example" if settings["strategy"] == "non-private" else "per-example-noised"
+    length = plan.length(dataset(plan))
+    shared = {"dataset": dataset(plan), "attack": "map", "view": view, "victims": victims, "iterations": iterations}
+    kept = {k: v for k, v in settings.items() if v is not None}
+    return Cell("attack", {**shared, "training_batch": length["batch_size"], **kept})
+
+
+def cells(plan: Plan) -> list[Cell]:
+    return [cell for run, settings in _runs(plan).values() for cell in (run, _trial(plan, settings))]
+
+
+def report(plan: Plan, found: Found) -> Report:
+    rows, points = [], {}
+    for label, (run, settings) in _runs(plan).items():
+        result, attacked = found[run], found[_trial(plan, settings)]["result"]
+        epsilon, accuracy, psnr = proved(result), float(result["accuracy"]), float(attacked["psnr_median"])
+        published = result["as_published"].get("MA")
+        points[label] = (accuracy, psnr, epsilon)
+        rows.append(
+            [
+                label,
+                f"{accuracy:.4f}",
+                epsilon,
+                "-" if published is None else f"{published:.3f}",
+                f"{psnr:.1f}",
+                f"{attacked['success_rate']:.0%}",
+                f"{attacked['guess_psnr_median']:.1f}",
+            ]
+        )
+    path = found.folder / "triangle.svg"
+    with panels(path, 1, width=6.2, height=3.8) as (ax,):
+        for place, (label, (accuracy, psnr, epsilon)) in enumerate(points.items()):
+            ax.plot(
+                [psnr],
+                [accuracy],
+                linestyle="",
+                markersize=8,
+                color=COLOURS[place % len(COLOURS)],
+                marker=MARKERS[place % len(MARKERS)],
+                markerfacecolor="none" if epsilon == "infinite" else COLOURS[place % len(COLOURS)],
+                label=label,
+            )
+        ax.set_xlabel("what the attack gets back: PSNR of map, dB (to the left: less leaks)")
+        ax.set_ylabel("test accuracy")
+        ax.set_title(f"{dataset(plan)}: filled, a finite epsilon is proved; hollow, none is", loc="left")
+    head = [
+        "strategy",
+        "accuracy",
+        "proved epsilon",
+        "MA, as published",
+        "map, dB",
+        "map beats guessing",
+        "best guess, dB",
+    ]
+    note = "The attack sees one example's gradient at step 0 as it is released, and knows everything that is public."
+    table = Table(title="Privacy, utility, resilience", head=head, rows=rows, note=note)
+    return Report(tables=[table], figures=[path], data={"points": points})
+
+
+EXPERIMENT = Experiment(
+    name="triangle",
+    title="Privacy, utility and resilience in one table",
+    paper="",
+    cells=cells,
+    report=report,
+)
