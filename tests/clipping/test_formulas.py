@@ -149,18 +149,23 @@ def test_settings_are_put_back():
     assert performance.settings() is before
 
 
-def test_large_convolutions_go_one_example_at_a_time(monkeypatch):
-    """On the CPU without compiled kernels; the same sums as by patches."""
+@pytest.mark.parametrize("channels", [(4, 6), (32, 64)])
+def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
+    """On the CPU without compiled kernels; the same gradients as by patches, and one that is lost stays alone."""
     generator = torch.Generator().manual_seed(0)
-    x, g = torch.randn(3, 4, 7, 6, generator=generator), torch.randn(3, 6, 4, 3, generator=generator)
+    x, g = (torch.randn(3, c, *size, generator=generator) for c, size in zip(channels, [(7, 6), (4, 3)], strict=True))
+    g[1, 0, 0, 0] = float("nan")
     shape = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
     found = []
     for least in (1, 10**9):
-        monkeypatch.setattr(conv, "_ONE_AT_A_TIME", least)
+        monkeypatch.setattr(conv, "_BY_CONVOLUTION", least)
         for groups in (1, 2):
             use = conv.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
-            assert use._one_at_a_time == (least == 1)
-            found.append(use.per_example(slice(0, 3)) + use.weighted_sums([torch.ones(3)] * 2))
+            assert use._by_convolution == (least == 1)
+            grads = use.per_example(slice(0, 3))
+            assert all(grad[0].isfinite().all() and grad[2].isfinite().all() for grad in grads)
+            use.keep(torch.tensor([True, False, True]))
+            found.append([grad[[0, 2]] for grad in grads] + use.weighted_sums([torch.ones(3)] * 2))
     for one, other in zip(found[:2], found[2:], strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

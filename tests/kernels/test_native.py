@@ -144,6 +144,34 @@ def test_the_kernel_runs_on_the_threads_of_torch():
     assert int(found[0]) >= 3
 
 
+def test_threads_are_given_to_small_gradients_of_many_positions():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert native._workers_for_products(22, 2400, 1024) == 2
+        assert native._workers_for_products(22, 2400, 1) == 1
+        assert native._workers_for_products(1, 2400, 1024) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.parametrize("vectors", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors_give_the_same(vectors, tmp_path, monkeypatch):
+    if native.kernels().vector_bits != 512:
+        pytest.skip("this machine has no wider ones to leave out")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, vectors))
+    narrow = native.Kernels(native._built(build.compiler(), "torch's threads"))
+    assert narrow.vector_bits < 512
+    x, g = torch.randn(3, 6, 9, 8), torch.randn(3, 20, 9, 8)
+    shape = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    geometry = native.ConvGeometry(x, g, **shape)
+    found = [k.conv2d_clip(x, g, geometry, bias=True, bound=1.0) for k in (narrow, native.kernels())]
+    for a, b in zip(*([*f.sums, f.norms] for f in found), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @needs_kernel
 def test_without_the_runtime_of_torch_the_kernel_starts_threads_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -65,6 +65,11 @@ static int workers_for(int64_t elements, int64_t most) {
     return (int)std::max<int64_t>(1, std::min<int64_t>({at::get_num_threads(), most, elements / WORTH_A_THREAD}));
 }
 
+// For gradients of size elements, each a sum over positions.
+static int workers_for_products(int64_t examples, int64_t size, int64_t positions) {
+    return workers_for(examples * size * std::max<int64_t>(1, positions / LANES), examples);
+}
+
 static int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // ---- handing over to Python
@@ -471,7 +476,7 @@ struct Layer : Numbered<Layer> {
                   std::vector<Tensor>& sums) const {
         const int64_t examples = x.size(0), inputs = x.size(-1), outputs = g.size(-1), width = padded(inputs);
         const int64_t positions = x.numel() / std::max<int64_t>(1, examples * inputs);
-        const int workers = workers_for(examples * outputs * width, examples);
+        const int workers = workers_for_products(examples, outputs * width, positions);
         const Tensor parts = at::zeros({workers, outputs, width}, g.options());
         const Tensor bias_parts = at::zeros({workers, outputs}, g.options());
         const long lost = gradveil_linear_clip(x.const_data_ptr<float>(), g.const_data_ptr<float>(), examples, positions,
@@ -492,7 +497,7 @@ struct Layer : Numbered<Layer> {
             *value++ = (int)n;
         for (int64_t n : numbers) *value++ = (int)n;
         *value = (int)many;
-        const int workers = workers_for(examples * size, examples);
+        const int workers = workers_for_products(examples, size, g.size(2) * g.size(3));
         const Tensor parts = at::zeros({workers, size}, g.options());
         const Tensor bias_parts = at::zeros({workers, outputs}, g.options());
         const long lost = gradveil_conv2d(x.const_data_ptr<float>(), g.const_data_ptr<float>(), examples, &shape, bias,

@@ -13,11 +13,18 @@
 
 #include "_native.h"
 
+// What one register holds: the compiler keeps sums of wider vectors in memory.
 #if defined(__AVX512F__)
+typedef vec reg;
 static const int ROWS = 6, VECS = 4;  // 24 accumulators of 32 registers
-#else
+#elif defined(__AVX__)
+typedef float reg __attribute__((vector_size(32), aligned(4), may_alias));
 static const int ROWS = 6, VECS = 1;  // a vector is two registers: 12 of 16
+#else
+typedef float reg __attribute__((vector_size(16), aligned(4), may_alias));
+static const int ROWS = 6, VECS = 1;  // four: 24 of 32
 #endif
+static const int REG = sizeof(reg) / sizeof(float);
 
 struct Shape {
     int C, H, W, O, OH, OW, KH, KW, SH, SW, PH, PW, DH, DW, G;
@@ -36,28 +43,28 @@ static inline int padded_to_lanes(int n) { return (n + LANES - 1) / LANES * LANE
 template <int MR, int NV>
 static void tile(const float* const* rows, const Positions& at, const float* b, long ldb, float* out, long ldo,
                  dvec& squares) {
-    vec acc[MR][NV];
+    const int NR = NV * LANES / REG;  // registers for a row
+    reg acc[MR][NR];
     for (int r = 0; r < MR; r++)
-        for (int v = 0; v < NV; v++) acc[r][v] = vec{};
+        for (int v = 0; v < NR; v++) acc[r][v] = reg{};
     for (int y = 0; y < at.oh; y++) {
         long place = y * at.row_step;
         for (int x = 0; x < at.ow; x++) {
-            vec bs[NV];
-            for (int v = 0; v < NV; v++) bs[v] = load(b + v * LANES);
+            reg bs[NR];
+            for (int v = 0; v < NR; v++) bs[v] = *(const reg*)(b + v * REG);
             for (int r = 0; r < MR; r++) {
                 const float a = rows[r][place];
-                for (int v = 0; v < NV; v++) acc[r][v] += a * bs[v];
+                for (int v = 0; v < NR; v++) acc[r][v] += a * bs[v];
             }
             b += ldb;
             place += at.col_step;
         }
     }
     vec of_tile = vec{};
-    for (int r = 0; r < MR; r++)
-        for (int v = 0; v < NV; v++) {
-            store(out + r * ldo + v * LANES, acc[r][v]);
-            of_tile += acc[r][v] * acc[r][v];
-        }
+    for (int r = 0; r < MR; r++) {
+        for (int v = 0; v < NR; v++) *(reg*)(out + r * ldo + v * REG) = acc[r][v];
+        for (int v = 0; v < NV; v++) of_tile += load(out + r * ldo + v * LANES) * load(out + r * ldo + v * LANES);
+    }
     squares += __builtin_convertvector(of_tile, dvec);
 }
 
@@ -129,15 +136,21 @@ static void add_scaled(float weight, const float* from, size_t size, float* to) 
     for (; j < size; j++) to[j] += weight * from[j];
 }
 
-// to[p][o] = from[o][p], the columns of to padded (and left as they are).
-static void transpose(const float* from, int outputs, int positions, float* to, int width) {
-    const int B = 16;  // whole cache lines on both sides
-    for (int p0 = 0; p0 < positions; p0 += B)
-        for (int o0 = 0; o0 < outputs; o0 += B) {
-            const int ps = positions - p0 < B ? positions - p0 : B, os = outputs - o0 < B ? outputs - o0 : B;
-            if (ps == B && os == B) {
+// to[column][row] = from[row][column].
+static void transpose(const float* from, size_t from_step, int rows, int columns, float* to, size_t to_step) {
+    const int B = 16;      // whole cache lines on both sides
+    const int AHEAD = 64;  // elements: so many rows at once are not foreseen by the processor
+    for (int r0 = 0; r0 < rows; r0 += B)
+        for (int c0 = 0; c0 < columns; c0 += B) {
+            const int rs = rows - r0 < B ? rows - r0 : B, cs = columns - c0 < B ? columns - c0 : B;
+            const float* block = from + r0 * from_step + c0;
+            float* out = to + c0 * to_step + r0;
+            if (REG == LANES && rs == B && cs == B) {
                 vec r[B];
-                for (int i = 0; i < B; i++) r[i] = load(from + (size_t)(o0 + i) * positions + p0);
+                for (int i = 0; i < B; i++) {
+                    __builtin_prefetch(block + i * from_step + AHEAD, 0, 2);
+                    r[i] = load(block + i * from_step);
+                }
                 // Four rounds of swapping halves between rows that are 8, 4, 2, 1 apart.
                 const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
                 for (int h = 8; h; h /= 2) {
@@ -150,11 +163,10 @@ static void transpose(const float* from, int outputs, int positions, float* to, 
                             r[i + h] = __builtin_shuffle(a, b, high);
                         }
                 }
-                for (int i = 0; i < B; i++) store(to + (size_t)(p0 + i) * width + o0, r[i]);
+                for (int i = 0; i < B; i++) store(out + i * to_step, r[i]);
             } else {
-                for (int p = 0; p < ps; p++)
-                    for (int o = 0; o < os; o++)
-                        to[(size_t)(p0 + p) * width + o0 + o] = from[(size_t)(o0 + o) * positions + p0 + p];
+                for (int c = 0; c < cs; c++)
+                    for (int r = 0; r < rs; r++) out[c * to_step + r] = block[r * from_step + c];
             }
         }
 }
@@ -208,7 +220,7 @@ extern "C" long gradveil_conv2d(const float* x, const float* g, long examples, c
             float* bias = biases ? biases + i * s.O : own_bias.data();
             double square = 0.0;
             for (int k = 0; k < s.G; k++) {
-                transpose(gi + (long)k * og * pixels, og, pixels, gt.data(), opad);
+                transpose(gi + (long)k * og * pixels, pixels, og, pixels, gt.data(), opad);
                 const auto row_at = [&](int row) {
                     const int c = row / (s.KH * s.KW), rest = row % (s.KH * s.KW);
                     return field + ((size_t)(k * cg + c) * hp + rest / s.KW * s.DH) * wp + rest % s.KW * s.DW;
@@ -239,11 +251,7 @@ extern "C" long gradveil_conv2d(const float* x, const float* g, long examples, c
 extern "C" void gradveil_conv2d_fold(float* sums, long parts, long groups, long n, long og, float* out) {
     const long opad = padded_to_lanes((int)og), size = groups * n * opad;
     for (long part = 1; part < parts; part++) add_scaled(1.f, sums + part * size, size, sums);
-    for (long k = 0; k < groups; k++)
-        for (long row0 = 0; row0 < n; row0 += LANES)  // whole cache lines of out
-            for (long o = 0; o < og; o++)
-                for (long row = row0; row < n && row < row0 + LANES; row++)
-                    out[(k * og + o) * n + row] = sums[(k * n + row) * opad + o];
+    for (long k = 0; k < groups; k++) transpose(sums + k * n * opad, opad, (int)n, (int)og, out + k * og * n, n);
 }
 
 // A linear layer on T positions: clipped sums, per worker: weight_sums (workers, O, Dpad), bias_sums (workers, O).

@@ -86,6 +86,11 @@ def _workers(elements: int, most: int) -> int:
     return max(1, min(torch.get_num_threads(), most, elements // _WORTH_A_THREAD))
 
 
+def _workers_for_products(examples: int, size: int, positions: int) -> int:
+    """Threads for gradients of ``size`` elements, each a sum over positions: a vector of products is an element."""
+    return _workers(examples * size * max(1, positions // _LANES), examples)
+
+
 class ConvGeometry:
     """What a two-dimensional convolution does, as the kernel wants to know it."""
 
@@ -105,6 +110,7 @@ class ConvGeometry:
         self.rows = self.channels // groups * kernel[0] * kernel[1]
         padded = -(-(self.outputs // groups) // _LANES) * _LANES
         self.size = groups * self.rows * padded  # elements of one example's gradient, as it is kept
+        self.pixels = g.shape[2] * g.shape[3]
         shape = (*x.shape[1:], *g.shape[1:], *kernel, *stride, *padding, *dilation, groups)
         self.shape = _Shape(*shape)
 
@@ -140,7 +146,7 @@ class Kernels:
         finite adds nothing.
         """
         examples = len(x)
-        workers = _workers(examples * geometry.size, examples)
+        workers = _workers_for_products(examples, geometry.size, geometry.pixels)
         weight_sums = torch.zeros(workers, geometry.size)
         bias_sums = torch.zeros(workers, geometry.outputs)
         found = self._conv2d(x, g, geometry, bias, bound, workers, weight_sums, bias_sums, None, None)
@@ -153,7 +159,7 @@ class Kernels:
         """Bias gradients, and norms (float64) of the weight's, which go to ``buffer`` (B, size); per example."""
         examples = len(x)
         biases = torch.empty(examples, geometry.outputs if bias else 0)
-        workers = _workers(examples * geometry.size, examples)
+        workers = _workers_for_products(examples, geometry.size, geometry.pixels)
         return biases, self._conv2d(x, g, geometry, bias, 0.0, workers, None, None, buffer, biases).norms
 
     def conv2d_weighted(self, buffer: Tensor, geometry: ConvGeometry, weights: Tensor) -> Tensor:
@@ -209,7 +215,7 @@ class Kernels:
         examples, positions, inputs = x.shape
         outputs = g.shape[2]
         width = -(-inputs // _LANES) * _LANES
-        workers = _workers(examples * outputs * width, examples)
+        workers = _workers_for_products(examples, outputs * width, positions)
         weight_sums, bias_sums = torch.zeros(workers, outputs, width), torch.zeros(workers, outputs)
         norms, weights = torch.empty(examples, dtype=torch.float64), torch.empty(examples, dtype=torch.float64)
         lost = self._library.gradveil_linear_clip(

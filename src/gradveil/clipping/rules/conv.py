@@ -44,9 +44,12 @@ def choose_formula(*, pixels: int, places: int, fields: int, maps: int, taps: in
     return "gram" if elements > settings.cached_elements and gram < 50 * elements else "direct"
 
 
-# Multiply-adds of one example's weight gradient on the CPU, from which on PyTorch's own convolution, called for one
-# example after the other, is quicker than cutting patches for a batched product.
-_ONE_AT_A_TIME = 12_000_000
+# Multiply-adds of one example's weight gradient on the CPU, from which on PyTorch's own convolution is quicker than
+# cutting patches for a batched product.
+_BY_CONVOLUTION = 12_000_000
+# It takes several examples at once, each a group of channels: quick where channels fill its vectors, slow otherwise.
+# More examples than these at once only leave the cache.
+_VECTOR, _AT_ONCE = 16, 8
 
 
 class ConvUse(Use):
@@ -84,7 +87,11 @@ class ConvUse(Use):
         self._buffer: tuple[Tensor, Tensor, native.ConvGeometry] | None = None  # gradients of weight and bias, in C++
         self._dropped: Tensor | None = None
         work = self.pixels * self.taps * field.shape[1] // groups * map_.shape[1]
-        self._one_at_a_time = self.device.type == "cpu" and not transposed and work >= _ONE_AT_A_TIME
+        self._by_convolution = self.device.type == "cpu" and not transposed and work >= _BY_CONVOLUTION
+        if self._by_convolution:  # no patches
+            gradient = field.shape[1] * self.taps * map_.shape[1] // groups
+            used = gradient + math.prod(field.shape[1:]) + math.prod(map_.shape[1:])
+            self.elements_per_example = max(used, performance.settings().chunk(self.device) // _AT_ONCE)
         self.formula = "direct"
         if weight and one_contraction:
             places = math.prod(n + 2 * p for n, p in zip(field.shape[2:], padding, strict=True))
@@ -110,10 +117,8 @@ class ConvUse(Use):
             map_ = self.map[rows]
             b, channels = map_.shape[:2]
             field = self.field[rows]
-            if self._one_at_a_time:
-                product = torch.stack(
-                    [self._weight_gradient(m, f) for m, f in zip(map_.split(1), field.split(1), strict=True)]
-                )
+            if self._by_convolution:
+                product = self._weight_gradients(map_, field)
             elif self._channels_inside:
                 product = torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field))
             else:
@@ -122,9 +127,18 @@ class ConvUse(Use):
             found.append(product.view(b, channels, -1))
         return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
 
-    def _weight_gradient(self, map_: Tensor, field: Tensor) -> Tensor:
+    def _weight_gradients(self, map_: Tensor, field: Tensor) -> Tensor:
+        """(b O, C/G, *kernel), by PyTorch's own convolution: every example is a group of its own."""
+        whole = map_.shape[1] // self.groups % _VECTOR == 0 and field.shape[1] // self.groups % _VECTOR == 0
+        if not whole and len(map_) > 1:
+            pairs = zip(map_.split(1), field.split(1), strict=True)
+            return torch.cat([self._weight_gradients(m, f) for m, f in pairs])
+        maps, fields = (t.reshape(1, -1, *t.shape[2:]) for t in (map_, field))
+        return self._weight_gradient(maps, fields, len(map_) * self.groups)
+
+    def _weight_gradient(self, map_: Tensor, field: Tensor, groups: int) -> Tensor:
         """The ordinary gradient, of all examples given together."""
-        shape = (map_.shape[1], field.shape[1] // self.groups, *self.kernel)
+        shape = (map_.shape[1], field.shape[1] // groups, *self.kernel)
         found: Tensor = torch.ops.aten.convolution_backward(
             map_,
             field,
@@ -135,7 +149,7 @@ class ConvUse(Use):
             self.dilation,
             False,
             [0] * len(self.kernel),
-            self.groups,
+            groups,
             (False, True, False),
         )[1]
         return found
@@ -155,7 +169,7 @@ class ConvUse(Use):
         """Whether patches are cut with the channels innermost: copying is quick where runs are long."""
         of_channels = self.field.shape[1] * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
         of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
-        return not self._one_at_a_time and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
+        return not self._by_convolution and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
 
     def _patches(self, x: Tensor) -> Tensor:
         """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""
@@ -250,7 +264,7 @@ class ConvUse(Use):
         w = weights[0].to(self.map.dtype).view(-1, *[1] * (self.map.dim() - 1))
         found = []
         if self.weight:
-            found.append(self._weight_gradient(self.map * w, self.field))
+            found.append(self._weight_gradient(self.map * w, self.field, self.groups))
         if self.bias:
             found.append((self.g.flatten(2).sum(2) * weights[-1].to(self.g.dtype).view(-1, 1)).sum(0))
         return found
