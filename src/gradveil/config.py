@@ -27,6 +27,7 @@ DEFAULTS: dict[str, tuple[int, int]] = {
     "purchase-10": (5_000, 100),
     "purchase-50": (5_000, 100),
     "location": (5_000, 40),
+    "retail-10": (5_000, 100),
 }
 
 

@@ -12,7 +12,7 @@ import gradveil.data
 from gradveil.data import CATALOGUE, data_directory, load
 from gradveil.errors import DataError, UnknownNameError
 
-NAMES = ["digits", "mnist", "fashion-mnist", "cifar10", "lfw", "purchase-10", "purchase-50", "location"]
+NAMES = ["digits", "mnist", "fashion-mnist", "cifar10", "lfw", "purchase-10", "purchase-50", "location", "retail-10"]
 NEED_FILES = [name for name in NAMES if name != "digits"]
 
 
@@ -64,7 +64,7 @@ def test_available_looks_for_every_file(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "cifar10/cifar-10-batches-bin").mkdir(parents=True)
     for name in CIFAR_NAMES:
         (tmp_path / "cifar10/cifar-10-batches-bin" / name).touch()
-    for path in ("purchase/purchase.csv", "location/bangkok"):
+    for path in ("purchase/purchase.csv", "location/bangkok", "retail/retail600.csv"):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).touch()
     assert all(CATALOGUE[name].available(tmp_path) for name in NAMES)

@@ -100,14 +100,23 @@ def test_folder_that_is_not_whole_is_not_replaced(tmp_path: Path) -> None:
     assert everything_below(tmp_path) == ["lfw/Ann/Ann_0001.png"]
 
 
-@pytest.mark.parametrize("name", ["purchase-10", "purchase-50", "location"])
-def test_sets_that_cannot_be_fetched_say_where_they_are(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "where", "step"),
+    [
+        ("purchase-10", r"published at https://github\.com/privacytrustlab/datasets", "unpack it by hand"),
+        ("purchase-50", r"published at https://github\.com/privacytrustlab/datasets", "unpack it by hand"),
+        ("location", r"published at https://github\.com/privacytrustlab/datasets", "unpack it by hand"),
+        ("retail-10", r"made from the FIMI repository.* 600 most frequent items.* k-means", "Make it by that rule"),
+    ],
+)
+def test_sets_that_cannot_be_fetched_say_where_they_are(name: str, where: str, step: str, tmp_path: Path) -> None:
     for attempt in (
         lambda: download(name, tmp_path),
         lambda: load(name, data_dir=tmp_path, download=True),
     ):
-        with pytest.raises(DataError, match=r"github\.com/privacytrustlab/datasets") as caught:
+        with pytest.raises(DataError, match=where) as caught:
             attempt()
+        assert step in str(caught.value)
         assert str(tmp_path / CATALOGUE[name].files[0][0]) in str(caught.value)
 
 

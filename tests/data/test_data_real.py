@@ -57,6 +57,15 @@ def test_location() -> None:
     assert set(data.x_train.unique().tolist()) == {0.0, 1.0}
 
 
+def test_retail() -> None:
+    data = real("retail-10")
+    assert (data.x_train.shape, data.x_test.shape) == ((10_000, 600), (2_000, 600))
+    assert set(data.x_train.unique().tolist()) == {0.0, 1.0}
+    assert torch.cat([data.x_train, data.x_test]).sum(1).min() == 3  # the rule of the file: three items or more
+    assert data.y_test.unique().tolist() == list(range(10))
+    assert "of its 64185 records" in data.note
+
+
 @pytest.mark.parametrize("name", ["purchase-10", "purchase-50"])
 def test_purchase(name: str) -> None:
     real(name)

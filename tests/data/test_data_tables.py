@@ -7,8 +7,9 @@ import pytest
 import torch
 from datafiles import write_table
 
-from gradveil.data import _csv, _tables, load
+from gradveil.data import CATALOGUE, _csv, _tables, load
 from gradveil.data._csv import read_bits
+from gradveil.data._split import SEED
 from gradveil.errors import DataError
 
 
@@ -165,3 +166,120 @@ def test_purchase_with_the_columns_of_another_set(tmp_path: Path) -> None:
     write_table(tmp_path / "purchase/purchase.csv", bits, np.ones(20, int))
     with pytest.raises(DataError, match="line 1: 447 columns, not 601"):
         load("purchase-10", data_dir=tmp_path)
+
+
+def write_retail(folder: Path, count: int = 150, *, columns: int = 600) -> tuple[Path, np.ndarray, np.ndarray]:
+    """retail/retail600.csv with ``count`` lines; its path, its bits and its first labels."""
+    bits, group = blobs(count, columns, 20)
+    path = folder / "retail/retail600.csv"
+    write_table(path, bits, np.array([f"{g // 2},{g}" for g in group]))
+    return path, bits, group // 2
+
+
+@pytest.fixture
+def short_retail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tables, "RETAIL_ROWS", 150)
+    monkeypatch.setattr(_tables, "PURCHASE_TEST", 20)
+    monkeypatch.setattr(_tables, "PURCHASE_TOTAL", 120)
+
+
+@pytest.mark.usefixtures("short_retail")
+def test_retail_class_is_the_first_label_and_the_draw_is_that_of_purchase(tmp_path: Path) -> None:
+    _, bits, label = write_retail(tmp_path)
+    data = load("retail-10", data_dir=tmp_path)
+    assert (data.classes, data.input_shape, data.kind) == (10, (600,), "tabular")
+    assert (data.x_train.dtype, data.y_train.dtype) == (torch.float32, torch.int64)
+    order = np.random.RandomState(SEED).permutation(150)
+    for x, y, rows in ((data.x_train, data.y_train, order[20:120]), (data.x_test, data.y_test, order[:20])):
+        assert np.array_equal(x.numpy(), bits[rows])
+        assert np.array_equal(y.numpy(), label[rows])
+
+
+@pytest.mark.usefixtures("short_retail")
+def test_retail_says_that_it_is_not_purchase(tmp_path: Path) -> None:
+    write_retail(tmp_path)
+    for text in (CATALOGUE["retail-10"].title, load("retail-10", data_dir=tmp_path).note):
+        for words in ("NOT Purchase", "real market baskets", "labels made by clustering", "stand-in because Purchase"):
+            assert words in text
+
+
+@pytest.mark.usefixtures("short_retail")
+@pytest.mark.parametrize(
+    ("start", "fact"),
+    [
+        ("3", "line 3: 601 columns, not 602. A line is 2 labels and 600 columns of 0 or 1"),
+        ("3,6,0", "line 3: 603 columns, not 602"),
+        ("10,6", "line 3, column 1: the label 10 is not in 0..9"),
+        ("3,20", "line 3, column 2: the label 20 is not in 0..19"),
+        ("x,6", "line 3, column 1: the label 'x' is not a whole number"),
+        ("3,", "line 3, column 2: the label '' is not a whole number"),
+    ],
+)
+def test_retail_labels_that_are_wrong(start: str, fact: str, tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path)
+    lines = path.read_text().splitlines()
+    lines[2] = start + "," + lines[2].split(",", 2)[2]
+    path.write_text("\n".join(lines) + "\n")
+    refuses_retail(path, fact)
+
+
+@pytest.mark.usefixtures("short_retail")
+@pytest.mark.parametrize("value", ["2", "", "x"])
+def test_retail_value_that_is_no_bit(value: str, tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path)
+    lines = path.read_text().splitlines()
+    fields = lines[4].split(",")
+    fields[2] = value  # the first bit: two labels stand before it
+    lines[4] = ",".join(fields)
+    path.write_text("\n".join(lines) + "\n")
+    refuses_retail(path, f"line 5, column 3: {value!r} is neither 0 nor 1")
+
+
+@pytest.mark.usefixtures("short_retail")
+def test_retail_with_the_columns_of_another_set(tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path, columns=446)
+    refuses_retail(path, "line 1: 448 columns, not 602")
+
+
+@pytest.mark.usefixtures("short_retail")
+def test_retail_cut_within_a_line(tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path)
+    path.write_bytes(path.read_bytes()[:-301])
+    refuses_retail(path, "line 150: 452 columns, not 602")
+
+
+@pytest.mark.parametrize("count", [1, 150])
+def test_retail_cut_at_the_end_of_a_line(count: int, tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path, count)
+    refuses_retail(path, f"it has {count} records, the whole file 64185. A file that was cut short")
+
+
+@pytest.mark.usefixtures("short_retail")
+def test_retail_with_more_baskets_than_the_rule_gives(tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path, 151)
+    refuses_retail(path, "it has 151 records, the whole file 150")
+
+
+def test_retail_empty(tmp_path: Path) -> None:
+    path, _, _ = write_retail(tmp_path)
+    path.write_text("\n")
+    refuses_retail(path, "is empty. It must hold lines of 2 labels and 600 columns")
+
+
+def test_retail_missing_file_gives_the_rule(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist") as caught:
+        load("retail-10", data_dir=tmp_path)
+    message = str(caught.value)
+    assert "Its file is made from the FIMI repository" in message
+    assert "600 most frequent items" in message
+    assert "published at" not in message
+
+
+def refuses_retail(path: Path, fact: str) -> None:
+    """The file is refused with ``fact``, and the fix is to make it again: nobody publishes it."""
+    with pytest.raises(DataError) as caught:
+        load("retail-10", data_dir=path.parents[1])
+    message = str(caught.value)
+    assert f"{path}: {fact}" in message or f"{path} {fact}" in message
+    assert "Make it again from the FIMI repository" in message
+    assert "published file" not in message

@@ -78,8 +78,8 @@ def command(
     store = Store(out)
     results = {}
     for experiment in chosen:
-        report = _run(experiment, plan, store, workers)
-        results[experiment.name] = _write(experiment, plan, report, out)
+        report, ran = _run(experiment, plan, store, workers)
+        results[experiment.name] = _write(experiment, plan, report, ran, out)
         if not as_json:
             _show(experiment, report)
     if as_json:
@@ -95,7 +95,8 @@ def _list(as_json: bool) -> None:
     table(["experiment", "what it shows"], [[name, what] for name, what in experiments.NAMES.items()])
 
 
-def _run(experiment: Experiment, plan: Plan, store: Store, workers: Workers) -> Report:
+def _run(experiment: Experiment, plan: Plan, store: Store, workers: Workers) -> tuple[Report, list[dict[str, Any]]]:
+    """The report, and the results of the cells that it is made of."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -116,15 +117,30 @@ def _run(experiment: Experiment, plan: Plan, store: Store, workers: Workers) -> 
                 click.echo(f"{experiment.name} {done}/{of}: {' '.join(filter(None, named))}", err=True)
 
         results = store.run(cells, workers, told)
-    return experiment.report(plan, Found(results, store.path, store.folder))
+    return experiment.report(plan, Found(results, store.path, store.folder)), list(results.values())
 
 
-def _write(experiment: Experiment, plan: Plan, report: Report, out: Path) -> dict[str, Any]:
+def _write(experiment: Experiment, plan: Plan, report: Report, ran: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from gradveil.rundir import write_whole
+    import torch
 
-    found = {"experiment": experiment.name, "title": experiment.title, "plan": asdict(plan), **report.to_dict()}
+    from gradveil.rundir import write_whole
+    from gradveil.version import __version__
+
+    found = {
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "plan": asdict(plan),
+        "cells": len(ran),
+        "seeds": sorted({r["settings"]["seed"] for r in ran if "seed" in r["settings"]}),
+        "learning_rates": sorted({r["settings"]["lr"] for r in ran if "lr" in r["settings"]}),
+        "machines": sorted({r["machine"] for r in ran}),
+        "seconds": round(sum(r["seconds"] for r in ran), 1),
+        "versions": {"gradveil": __version__, "torch": torch.__version__},
+        **report.to_dict(),
+    }
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / f"{experiment.name}.json", (json.dumps(found, indent=1) + "\n").encode())
     text = f"# {experiment.title}\n\n{report.to_markdown()}\n"

@@ -118,6 +118,28 @@ _ALL = (
         licence="published for research with Shokri et al. 2017; no licence stated",
         files=(("location/bangkok",),),
     ),
+    Description(
+        name="retail-10",
+        title=(
+            "Retail: real market baskets of FIMI, labels made by clustering into 10 classes; "
+            "NOT Purchase, but a stand-in because Purchase could not be had"
+        ),
+        kind="tabular",
+        train=10_000,
+        test=2_000,
+        input_shape=(600,),
+        classes=10,
+        formats="CSV: two labels (10 and 20 classes), 600 binary columns",
+        source=(
+            "the FIMI repository, http://fimi.uantwerpen.be/data/ (frequent itemset mining data sets, file retail, "
+            "88162 baskets) by this rule: a line per basket that holds at least three of the 600 most frequent "
+            "items (64185 baskets, in their order), a column per item, the most frequent first, and before them "
+            "the k-means labels of these rows, from 0, for 10 and for 20 classes"
+        ),
+        licence="any use with acknowledgment and a copy of the work to Tom Brijs, who gave the baskets to FIMI",
+        files=(("retail/retail600.csv",),),
+        as_published=False,
+    ),
 )
 
 CATALOGUE: Mapping[str, Description] = {description.name: description for description in _ALL}

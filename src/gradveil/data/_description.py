@@ -35,7 +35,8 @@ class Description:
 
     ``train`` and ``test`` are the sizes of the published files; a loaded set says what was really there.
     ``files`` lists what is read, relative to DATA_DIR; each entry is a tuple of accepted spellings.
-    An empty ``files`` means that the set comes with an installed package.
+    An empty ``files`` means that the set comes with an installed package. Where ``as_published`` is False the
+    file read is not the published one but made from it, and ``source`` gives the rule.
     """
 
     name: str
@@ -50,10 +51,16 @@ class Description:
     licence: str
     files: tuple[tuple[str, ...], ...] = ()
     downloadable: bool = False
+    as_published: bool = True
 
     @property
     def needs_files(self) -> bool:
         return bool(self.files)
+
+    @property
+    def origin(self) -> str:
+        """One sentence: where the file is published, or what it is made from."""
+        return f"It is published at {self.source}." if self.as_published else f"Its file is made from {self.source}."
 
     def available(self, data_dir: str | os.PathLike[str] | None = None) -> bool:
         """Whether every file of the set is in place. Says nothing about what is in the files."""

@@ -53,10 +53,10 @@ def download(
             "Set GRADVEIL_DATA or give --data-dir (data_dir= in Python)."
         )
     if name not in SOURCES:
+        steps = "Download and unpack it by hand" if description.as_published else "Make it by that rule"
         raise DataError(
             f"{name} cannot be fetched by gradveil, which knows no checksum to check it with. "
-            f"It is published at {description.source}. "
-            f"Download and unpack it by hand and put it at {_by_hand(description, directory)}."
+            f"{description.origin} {steps} and put it at {_by_hand(description, directory)}."
         )
     source = SOURCES[name]
     folder = directory / source.folder

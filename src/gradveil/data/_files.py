@@ -8,16 +8,18 @@ from pathlib import Path
 from gradveil.data._description import ENVIRONMENT, Description, data_directory
 from gradveil.errors import DataError
 
+REPLACE = "Replace it with a fresh copy of the published file."
 NAMING = f"Name the data directory with {ENVIRONMENT} or --data-dir (data_dir= in Python)."
 
 
 def how_to_get(description: Description) -> str:
-    """Where the files are published, and whether gradveil can fetch them."""
-    published = f"It is published at {description.source}."
+    """Where the files come from, and whether gradveil can fetch them."""
+    if not description.as_published:
+        return f"{description.origin} gradveil cannot make it: put it there by hand."
     if not description.downloadable:
-        return f"{published} gradveil cannot fetch it: unpack it there by hand."
+        return f"{description.origin} gradveil cannot fetch it: unpack it there by hand."
     command = f"gradveil datasets download {description.name}"
-    return f"{published} Where there is a network, '{command}' fetches it."
+    return f"{description.origin} Where there is a network, '{command}' fetches it."
 
 
 def root(description: Description, data_dir: str | os.PathLike[str] | None) -> Path:
@@ -59,6 +61,6 @@ def missing(description: Description, directory: Path, spellings: tuple[str, ...
     )
 
 
-def damaged(path: Path, fact: str, why: str) -> DataError:
+def damaged(path: Path, fact: str, why: str, fix: str = REPLACE) -> DataError:
     """A file that is there but wrong: the fact, why it matters, and the fix."""
-    return DataError(f"{path}: {fact}. {why} Replace it with a fresh copy of the published file.")
+    return DataError(f"{path}: {fact}. {why} {fix}")

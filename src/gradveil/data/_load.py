@@ -33,6 +33,10 @@ def _read(description: Description, data_dir: str | os.PathLike[str] | None) -> 
             from gradveil.data import _tables
 
             return _tables.read_location(description, data_dir)
+        case "retail-10":
+            from gradveil.data import _tables
+
+            return _tables.read_retail(description, data_dir)
         case _:
             from gradveil.data import _tables
 

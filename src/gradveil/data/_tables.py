@@ -1,4 +1,7 @@
-"""The tables of Shokri et al. (2017): Purchase, whose classes are made by clustering, and Location."""
+"""The tables of Shokri et al. (2017): Purchase, whose classes are made by clustering, and Location.
+
+And Retail, which is none of theirs: the market baskets of FIMI in the shape of Purchase, under their own name.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from gradveil.data._csv import read_bits
 from gradveil.data._dataset import Parts
 from gradveil.data._description import Description
 from gradveil.data._files import damaged, locate
-from gradveil.data._split import SEED, shuffled, stratified
+from gradveil.data._split import SEED, Indices, shuffled, stratified
 from gradveil.errors import DataError
 
 LOCATION_ROWS = 5_010  # of the published file: one cut at the end of a line looks whole otherwise
 PURCHASE_TEST = 2_000
 PURCHASE_TOTAL = 12_000
+RETAIL_ROWS = 64_185  # what the rule in the catalogue gives: another number is another set
+RETAIL_SECOND = range(20)  # the label that is not used
 
 
 def read_location(description: Description, data_dir: str | os.PathLike[str] | None) -> Parts:
@@ -50,13 +55,37 @@ def read_purchase(description: Description, data_dir: str | os.PathLike[str] | N
     x, _ = read_bits(path, columns=description.input_shape[0], labels=None)
     y = cluster(path, x, classes)
     count = len(x)
-    train, test = shuffled(count, PURCHASE_TEST if count >= PURCHASE_TOTAL else max(1, count // 6))
-    train = train[: PURCHASE_TOTAL - PURCHASE_TEST]
+    train, test = _drawn(count)
     note = (
         f"{description.title}; classes made by k-means over all {count} records, seed {SEED} "
         f"(the published label is dropped); split by the same seed: {len(train)} train, {len(test)} test."
     )
     return Parts(x[train], y[train], x[test], y[test], classes=classes, scale=1, note=note)
+
+
+def read_retail(description: Description, data_dir: str | os.PathLike[str] | None) -> Parts:
+    """Retail: 600 bits and two labels, the first of them the class; drawn as Purchase is."""
+    (path,) = locate(description, data_dir)
+    classes = description.classes
+    fix = f"Make it again from {description.source}."
+    columns = description.input_shape[0]
+    x, y = read_bits(path, columns=columns, labels=range(classes), also=(RETAIL_SECOND,), fix=fix)
+    count = len(x)
+    if count != RETAIL_ROWS:
+        why = "A file that was cut short, or made by another rule, trains on other data than its name says."
+        raise damaged(path, f"it has {count} records, the whole file {RETAIL_ROWS}", why, fix)
+    train, test = _drawn(count)
+    note = (
+        f"{description.title}. The class is the first label of the file; "
+        f"of its {count} records, drawn by seed {SEED}: {len(train)} train, {len(test)} test."
+    )
+    return Parts(x[train], y[train], x[test], y[test], classes=classes, scale=1, note=note)
+
+
+def _drawn(count: int) -> tuple[Indices, Indices]:
+    """10000 records to train and 2000 to test, by the fixed seed; fewer than 12000 are split 5:1."""
+    train, test = shuffled(count, PURCHASE_TEST if count >= PURCHASE_TOTAL else max(1, count // 6))
+    return train[: PURCHASE_TOTAL - PURCHASE_TEST], test
 
 
 def cluster(path: Path, x: npt.NDArray[np.uint8], classes: int) -> npt.NDArray[np.int64]:

@@ -49,7 +49,7 @@ class Entry:
         if self.difference is None:
             return "nothing published"
         error = 0.0 if self.spread is None else 2.0 * self.spread / math.sqrt(len(self.measured))
-        if abs(self.difference) <= max(self.tolerance, error, 0.5 * 10.0**-self.digits):
+        if abs(self.difference) <= max(self.tolerance, error, 0.5 * 10.0**-self.digits) + 1e-9:
             return "agrees"
         return "higher" if self.difference > 0 else "lower"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 # Okabe and Ito's colours; a marker and a dash beside each, for print without colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -30,7 +30,7 @@ STYLE: Any = {
 def panels(
     path: Path, count: int, *, width: float = 3.2, height: float = 2.7, most: int = 3
 ) -> Iterator[Sequence[Any]]:
-    """Axes side by side in one figure, written to ``path`` at the end."""
+    """Axes side by side in one figure, written to ``path`` at the end; the lines of the first are named beside them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,7 +47,8 @@ def panels(
         yield list(axes.flat)[:count]
         handles, labels = axes.flat[0].get_legend_handles_labels()
         if handles:
-            figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(handles)), fontsize=8)
+            figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.065 * max(map(len, labels)))
+            figure.legend(handles, labels, loc="outside right upper", fontsize=8)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)

@@ -37,16 +37,20 @@ def rates(plan: Plan) -> tuple[float, ...]:
 
 
 @lru_cache
+def _sigma(epsilon: float, q: float, steps: int, decay: str | None) -> float:
+    """Of a whole release, at the start: its noise relative to what one example moves it by."""
+    ratio = None if decay is None else SIGMA_END_RATIO
+    setting = Setting(sample_rate=q)
+    return calibrate_sigma(Target(epsilon=epsilon), setting, steps=steps, decay=decay, ratio=ratio).sigma
+
+
 def noise(strategy: str, epsilon: float, steps: int, batch: int, examples: int) -> dict[str, Any]:
     """The settings of a strategy that spend that epsilon, and no more."""
-    target, q = Target(epsilon=epsilon), batch / examples
-    if strategy.startswith("dyn-sigma"):
-        found = calibrate_sigma(
-            target, Setting(sample_rate=q, layers=LAYERS), steps=steps, decay="exponential", ratio=SIGMA_END_RATIO
-        )
-        return {"sigma": found.sigma, "sigma_decay": "exponential", "sigma_end": found.sigma * SIGMA_END_RATIO}
-    joint = calibrate_sigma(target, Setting(sample_rate=q), steps=steps).sigma
+    decay = "exponential" if strategy.startswith("dyn-sigma") else None
+    joint = _sigma(epsilon, batch / examples, steps, decay)
     sigma = joint * math.sqrt(LAYERS)
+    if decay is not None:
+        return {"sigma": sigma, "sigma_decay": decay, "sigma_end": sigma * SIGMA_END_RATIO}
     if strategy != "quantile-clip":
         return {"sigma": sigma}
     counts = max(batch / 20.0, 5.0 * sigma)  # charged too: what is left is the gradient's

@@ -12,7 +12,7 @@ from gradveil.experiments.drawing import line, panels
 from gradveil.experiments.experiment import DYNAMIC_SENSITIVITY, READINGS, Experiment, Found, Row, proved, share
 from gradveil.experiments.plan import Plan
 
-SETS = ("mnist", "fashion-mnist", "cifar10", "lfw", "location")
+SETS = ("mnist", "fashion-mnist", "cifar10", "lfw", "location", "retail-10")
 BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _SEEDS_AT_4 = 3
 TOLERANCE = 0.006

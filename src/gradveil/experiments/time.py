@@ -8,7 +8,7 @@ from gradveil.experiments.compare import Claim, Entry, Report, Table
 from gradveil.experiments.experiment import Experiment, Found, rows_of, share
 from gradveil.experiments.plan import Plan
 
-SETS = ("mnist", "fashion-mnist", "cifar10", "lfw", "location")
+SETS = ("mnist", "fashion-mnist", "cifar10", "lfw", "location", "retail-10")
 ROWS = rows_of("non-private", "baseline", "dyn-s-decay", "dyn-s-l2max", "dyn-s", "dyn-s-sigma")
 _SLIGHT = 1.10  # what is called negligible here
 
