@@ -1,4 +1,4 @@
-"""Write the tables of README.md, docs/performance.md and docs/attacks.md from the results files.
+"""Write the tables of README.md and docs from the results files.
 
     python benchmarks/render.py            # writes
     python benchmarks/render.py --check    # exit code 1 and the names, where a document is not what the results say
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/attacks.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md")
 ABSENT = "not measured yet"
 
 OURS = {  # mode -> heading
@@ -252,6 +252,44 @@ def leakage_speed(name: str) -> str:
     )
 
 
+# ---- docs/reproduction.md: what ``gradveil reproduce NAME --full`` wrote
+
+
+def reproduced(name: str) -> str:
+    """One experiment: how it was run, its tables, its figure."""
+    data = _load(f"reproduction/{name}")
+    if data is None:
+        return ABSENT
+    versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+    sets = data["plan"]["sets"]
+    command = f"gradveil reproduce {name} --{data['plan']['scale']}" + (f" --sets {','.join(sets)}" if sets else "")
+    rates = ", ".join(f"{rate:g}" for rate in data["learning_rates"])
+    told = f"`{command}`: {data['cells']} cells, {data['seconds']:.0f} seconds of them in all. {'; '.join(data['machines'])}."
+    told += f" {versions}." + (f" Learning rate {rates}." if rates else "")
+    told += f" Seeds {', '.join(map(str, data['seeds']))}." if data["seeds"] else ""
+    parts = [told, *(_experiment_table(table) for table in data["tables"])]
+    for suffix in ("svg", "png"):
+        if (FIGURES / f"reproduction_{name}.{suffix}").exists():
+            parts.append(f"![{data['title']}](figures/reproduction_{name}.{suffix})")
+    return "\n\n".join(parts)
+
+
+def _experiment_table(table: dict[str, Any]) -> str:
+    shown = _table(table["head"], table["rows"]) + (f"\n\n{table['note']}" if table["note"] else "")
+    if table["folded"]:
+        return f"<details>\n<summary>{table['title']}</summary>\n\n{shown}\n\n</details>"
+    return f"**{table['title']}**\n\n{shown}"
+
+
+def claims() -> str:
+    """Every claim of every experiment that was run."""
+    rows = []
+    for path in sorted((RESULTS / "reproduction").glob("*.json")):
+        data = json.loads(path.read_text())
+        rows += [[c["name"], c["text"], c["verdict"], c["evidence"]] for c in data["claims"]]
+    return _table(["", "claim", "here", "figures"], rows) if rows else ABSENT
+
+
 def figure(name: str, what: str) -> str:
     return f"![{what}](figures/{name}.svg)" if (FIGURES / f"{name}.svg").exists() else "not drawn yet"
 
@@ -263,6 +301,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),
     "figure_leakage_cuda": lambda: figure("leakage_cuda", "How near attacks come, by data set and strategy"),
 }
+REPRODUCED = (
+    "leakage", "attack-frames", "fixed-parameters", "sensitivity", "accounting", "target-accuracy", "fixed-variance",
+    "last-scenario", "noise-decay", "noise-decay-target", "noise-variance", "time", "adaptive-clipping",
+    "equal-epsilon", "triangle",
+)  # fmt: skip
+TABLES["reproduction_claims"] = claims
+TABLES |= {f"reproduction_{name.replace('-', '_')}": lambda name=name: reproduced(name) for name in REPRODUCED}
 for _device in ("cpu", "cuda"):
     _s, _g = f"speed_{_device}", f"scaling_{_device}"
     TABLES |= {

@@ -42,7 +42,7 @@ def renderer():
     return module
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/attacks.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md"])
 def test_the_documents_figures_come_from_the_results_files(name):
     module = renderer()
     assert name in module.DOCUMENTS

@@ -1,4 +1,4 @@
-"""Images side by side, as PNG."""
+"""Images of victims: side by side as PNG, and kept as arrays."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradveil.rundir import write_whole
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gradveil.attacks.trial import Outcome
+
+KEPT = 4  # victims
 
 Line = tuple[str, Sequence[tuple[str, "Tensor"]]]  # what is written beside it, and images (C, H, W) with their titles
 
@@ -33,6 +39,27 @@ def draw_grid(lines: Sequence[Line], path: Path) -> None:
         row[0].text(-0.08, 0.5, label, fontsize=7, **where)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def keep_pictures(outcomes: Sequence[Outcome], path: Path) -> None:
+    """The first victims of every trial, over the iterations, for who may see them: mode 0600, training examples."""
+    import io
+
+    import numpy as np
+
+    arrays: dict[str, Any] = {}
+    for number, outcome in enumerate(outcomes):
+        if outcome.secret.x.dim() != 5:
+            continue
+        shown = {"original": outcome.secret.x}
+        shown |= {f"frame {i}": frame for i, frame in outcome.reconstruction.frames.items()}
+        shown["found"] = outcome.reconstruction.x
+        for name, x in shown.items():
+            arrays[f"{number}/{name}"] = x[:KEPT, 0].detach().clamp(0, 1).nan_to_num(0.5).cpu().numpy().astype("float32")
+    if arrays:
+        whole = io.BytesIO()
+        np.savez_compressed(whole, **arrays)
+        write_whole(path, whole.getvalue(), mode=0o600)
 
 
 def _pixels(image: Tensor) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.attacks.pictures import draw_grid
+from gradveil.attacks.pictures import draw_grid, keep_pictures
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
 from gradveil.cli._options import given
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder for the results.  [default: attacks/<data set>-<attack>-<time>]",
+    help="Folder for the results.  [default: attacks/<data set>-<attack>-<time>, in RUN if there is one]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
@@ -120,11 +120,13 @@ def command(
         for trial in trials:
             with _told(trial) as progress:
                 outcomes.append(run(trial, loaded, progress=progress))
-    where = out or Path("attacks") / f"{dataset}-{outcomes[0].trial.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
+    named = f"{outcomes[0].trial.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
+    where = out or (Path("attacks") / f"{dataset}-{named}" if run_dir is None else run_dir / "attacks" / named)
     where.mkdir(parents=True, exist_ok=True)
     results = {"dataset": dataset, "model": model_name, "trials": [o.to_dict() for o in outcomes]}
     (where / "result.json").write_text(json.dumps(results, indent=1) + "\n")
     _draw(outcomes, where / "frames.png")
+    keep_pictures(outcomes, where / "pictures.npz")
     if as_json:
         click.echo(json.dumps(results))
         return
@@ -185,4 +187,6 @@ def _draw(outcomes: list[Outcome], path: Path) -> None:
             pictures += [(str(i), frame[0, 0]) for i, frame in outcome.reconstruction.frames.items()]
             lines.append((outcome.trial.strategy, [*pictures, ("end", outcome.reconstruction.x[0, 0])]))
     if lines:
+        path.touch(mode=0o600)  # it shows training examples
+        path.chmod(0o600)
         draw_grid(lines, path)

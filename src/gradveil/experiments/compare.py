@@ -69,20 +69,26 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
+    """``folded``: long, and in a document shown to who asks for it."""
+
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    folded: bool = False
 
     @classmethod
-    def of(cls, title: str, entries: Sequence[Entry], note: str = "") -> Table:
+    def of(cls, title: str, entries: Sequence[Entry], note: str = "", *, folded: bool = False) -> Table:
         head = [*entries[0].where, *_COMPARED, *entries[0].beside] if entries else []
-        return cls(title=title, head=head, rows=[e.cells() for e in entries], note=note)
+        return cls(title=title, head=head, rows=[e.cells() for e in entries], note=note, folded=folded)
 
     def to_markdown(self) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in (self.head, *self.rows)]
         table = "\n".join([lines[0], "|" + "---|" * len(self.head), *lines[1:]])
-        return f"**{self.title}**\n\n{table}" + (f"\n\n{self.note}" if self.note else "")
+        table += f"\n\n{self.note}" if self.note else ""
+        if self.folded:
+            return f"<details>\n<summary>{self.title}</summary>\n\n{table}\n\n</details>"
+        return f"**{self.title}**\n\n{table}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,9 +152,23 @@ def report(plan: Plan, found: Found) -> Report:
             "Accuracy at that end",
             accuracies,
             "Proved epsilon: of the whole run, to its last step; stopping earlier spends less.",
+            folded=True,
         ),
     ]
+    tables.insert(1, _pivot(accuracies))
     return Report(tables=tables, entries=[*where_ends, *accuracies], claims=_claims(table), data={"accuracy": table})
+
+
+def _pivot(entries: Sequence[Entry]) -> Table:
+    """Measured, and published in brackets."""
+    rows = []
+    for policy, label in dict.fromkeys((e.where["sigma"], e.where["strategy"]) for e in entries):
+        by = {e.where["accountant"]: e for e in entries if (e.where["sigma"], e.where["strategy"]) == (policy, label)}
+        shown = [by.get(method, by.get("all")) for method in published.METHODS]
+        cells = ["-" if e is None else f"{e.mean:.4f}" + (f" ({e.published:.4f})" if e.published else "") for e in shown]
+        rows.append([policy, label, *cells])
+    head = ["sigma", "strategy", *published.METHODS]
+    return Table(title="Accuracy where each accountant ends, and as published in brackets", head=head, rows=rows)
 
 
 def _accuracy(policy: str, label: str, method: str, told: float | None, accuracy: float, epsilon: str) -> Entry:

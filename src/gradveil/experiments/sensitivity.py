@@ -61,7 +61,8 @@ def report(plan: Plan, found: Found) -> Report:
                 means.setdefault(dataset, {}).setdefault(row.label, {})[clip] = sum(accuracy) / len(accuracy)
     drawn = _draw(means, plan, found)
     note = "Test accuracy; sigma = 6. The published l2-max figures stand beside both of its readings."
-    tables = [Table.of("Accuracy by clip bound", entries, note)]
+    tables = [_pivot(dataset, entries) for dataset in plan.sets_of(*SETS)]
+    tables.append(Table.of("Accuracy by clip bound, one by one", entries, note, folded=True))
     return Report(tables=tables, entries=entries, claims=_claims(means), figures=[drawn], data={"means": _plain(means)})
 
 
@@ -74,6 +75,24 @@ def _entry(where: dict[str, str], told: float | None, accuracy: Sequence[float],
         tolerance=TOLERANCE,
         beside={"proved epsilon": epsilon},
     )
+
+
+def _pivot(dataset: str, entries: Sequence[Entry]) -> Table:
+    """One set at a glance: measured, and published in brackets."""
+    mine = [e for e in entries if e.where["set"] == dataset]
+    clips = list(dict.fromkeys(e.where["C"] for e in mine if e.where["C"] != "-"))
+    rows = []
+    for strategy in dict.fromkeys(e.where["strategy"] for e in mine):
+        by = {e.where["C"]: e for e in mine if e.where["strategy"] == strategy}
+        shown = [_beside(by["-"])] + ["-"] * (len(clips) - 1) if "-" in by else [_beside(by[c]) for c in clips]
+        rows.append([strategy, *shown, next(iter(by.values())).beside["proved epsilon"]])
+    head = ["", *(f"C = {clip}" for clip in clips), "proved epsilon"]
+    return Table(title=f"{dataset}: test accuracy, and as published in brackets", head=head, rows=rows)
+
+
+def _beside(entry: Entry) -> str:
+    measured = "-" if entry.mean is None else f"{entry.mean:.4f}"
+    return measured if entry.published is None else f"{measured} ({entry.published:.3f})"
 
 
 def _plain(means: dict[str, dict[str, dict[float, float]]]) -> dict[str, dict[str, dict[str, float]]]:

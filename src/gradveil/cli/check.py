@@ -1,0 +1,71 @@
+"""``gradveil check``: a gate for continuous integration."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gradveil.errors import ConfigError
+
+
+@click.command("check")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--max-epsilon", type=float, help="The proved epsilon may be this much. An unproved one does not pass.")
+@click.option(
+    "--neighbours",
+    type=click.Choice(["add-remove", "replace-one"]),
+    help="Under which epsilon is meant.  [default: those that suit the sampler]",
+)
+@click.option("--max-delta", type=float, help="Delta may be this much.")
+@click.option("--max-attack-psnr", type=float, help="The nearest attack on the run may reach this PSNR, in dB.")
+@click.option("--min-accuracy", type=float, help="The last test accuracy must be this much.")
+@click.option("--junit", type=click.Path(path_type=Path), metavar="FILE", help="Write the gates as JUnit XML.")
+@click.option("--json", "as_json", is_flag=True, help="Print the gates as JSON.")
+def command(
+    runs: tuple[Path, ...],
+    max_epsilon: float | None,
+    neighbours: str | None,
+    max_delta: float | None,
+    max_attack_psnr: float | None,
+    min_accuracy: float | None,
+    junit: Path | None,
+    as_json: bool,
+) -> None:
+    """Check that each RUN keeps to limits: exit code 0 if all do, 1 and the reasons if not, 4 for an invalid ledger."""
+    from gradveil.reports.facts import read_run
+    from gradveil.reports.gates import Limits, judge, to_junit
+    from gradveil.rundir import write_whole
+
+    asked = {
+        "max_epsilon": max_epsilon,
+        "max_delta": max_delta,
+        "max_attack_psnr": max_attack_psnr,
+        "min_accuracy": min_accuracy,
+    }
+    for name, value in asked.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; a limit that nothing exceeds is none.")
+    if not any(value is not None for value in asked.values()):
+        raise ConfigError("nothing is asked of the run. Give --max-epsilon, --max-attack-psnr or --min-accuracy.")
+    if neighbours is not None and max_epsilon is None:
+        raise ConfigError("--neighbours says under which --max-epsilon is meant: give that too.")
+    limits = Limits(neighbours=neighbours, **asked)
+    facts = [read_run(path) for path in runs]
+    gates = [gate for run in facts for gate in judge(run, limits)]
+    if junit is not None:
+        write_whole(junit, to_junit(gates).encode())
+    if as_json:
+        passed = all(gate.passed for gate in gates)
+        click.echo(json.dumps({"passed": passed, "gates": [asdict(gate) for gate in gates]}))
+    else:
+        for gate in gates:
+            click.echo(f"{'pass' if gate.passed else 'FAIL'}  {gate.run}  {gate.name}: {gate.reason}")
+    if any(run.ledger_problem is not None for run in facts):
+        sys.exit(4)
+    if not all(gate.passed for gate in gates):
+        sys.exit(1)

@@ -1,0 +1,40 @@
+"""``gradveil compare``: runs side by side."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from gradveil.errors import ConfigError
+
+
+@click.command("compare")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
+def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
+    """Compare runs: accuracy, the three epsilons, noise and what attacks got, one row for each RUN."""
+    from gradveil.cli._output import table
+    from gradveil.reports.comparison import HEADINGS, row_of, shown
+    from gradveil.reports.facts import read_run
+
+    if as_json and as_csv:
+        raise ConfigError("--json and --csv were both given. Give one of them.")
+    rows = [row_of(read_run(path)) for path in runs]
+    if as_json:
+        click.echo(json.dumps(rows))
+    elif as_csv:
+        writer = csv.DictWriter(sys.stdout, fieldnames=list(HEADINGS), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        table(
+            list(HEADINGS.values()),
+            [shown(row) for row in rows],
+            note="eps proved: by the neighbours that suit each sampler, from the verified ledger; infinite where nothing "
+            "is proved. The published figure is not a guarantee. Attack: the nearest to the images, median.",
+        )

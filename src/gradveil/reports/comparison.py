@@ -1,0 +1,75 @@
+"""One run as one row: what ``gradveil compare`` prints and the report's table sorts by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gradveil.reports.facts import RunFacts
+
+HEADINGS = {
+    "run": "run",
+    "strategy": "strategy",
+    "state": "state",
+    "steps": "steps",
+    "accuracy": "accuracy",
+    "epsilon_proved": "eps proved",
+    "neighbours": "neighbours",
+    "delta": "delta",
+    "epsilon_as_published": "eps as published (MA)",
+    "epsilon_audited": "eps audited",
+    "noise_std_first": "noise first",
+    "noise_std_last": "noise last",
+    "attack": "attack",
+    "attack_psnr": "attack, dB",
+    "attack_guess_psnr": "guess, dB",
+    "attack_success": "attack beats guessing",
+    "seconds_per_step": "s/step",
+}
+
+
+def row_of(run: RunFacts) -> dict[str, Any]:
+    """JSON-safe: an infinite epsilon is the string "inf"; None where there is nothing."""
+    statement, strongest = run.statement, run.strongest
+    paper = statement.paper.get("MA") if statement is not None else None
+    releases = run.contents.releases if run.contents is not None else ()
+    timed = [m for m in run.metrics if m.get("seconds") and m.get("step")]
+    return {
+        "run": run.name,
+        "strategy": run.strategy,
+        "state": run.state,
+        "steps": run.steps_taken,
+        "accuracy": run.accuracy,
+        "epsilon_proved": _safe(run.proved),
+        "neighbours": None if statement is None else statement.proved.neighbours,
+        "delta": None if statement is None else statement.proved.delta,
+        "epsilon_as_published": None if paper is None else _safe(paper.epsilon),
+        "epsilon_audited": None if run.audit is None else _safe(run.audit.get("epsilon_lower_bound")),
+        "noise_std_first": max(releases[0].noise_std) if releases else None,
+        "noise_std_last": max(releases[-1].noise_std) if releases else None,
+        "attack": None if strongest is None else strongest.name,
+        "attack_psnr": None if strongest is None else strongest.psnr,
+        "attack_guess_psnr": None if strongest is None else strongest.result.get("guess_psnr_median"),
+        "attack_success": None if strongest is None else strongest.result.get("success_rate"),
+        "seconds_per_step": timed[-1]["seconds"] / timed[-1]["step"] if timed else None,
+    }
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    """The row in words, in the order of ``HEADINGS``."""
+    return [_words(row[name]) for name in HEADINGS]
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "-"
+    if value == "inf":
+        return "infinite"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _safe(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else "inf"
