@@ -22,12 +22,14 @@ from gradveil.strategies import Strategy
 from gradveil.version import __version__
 
 if TYPE_CHECKING:
+    from gradveil.api import account, attack, check, compare, report, train
     from gradveil.captured import capture
     from gradveil.clipping import fix
     from gradveil.engine import PrivacyEngine
 
 # Loaded at first use: they import torch, which a command like `gradveil strategies` does not need.
 _LAZY = {"PrivacyEngine": "gradveil.engine", "capture": "gradveil.captured", "fix": "gradveil.clipping"}
+_LAZY |= dict.fromkeys(("account", "attack", "check", "compare", "report", "train"), "gradveil.api")
 
 __all__ = [
     "BudgetExhausted",
@@ -46,8 +48,14 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "__version__",
+    "account",
+    "attack",
     "capture",
+    "check",
+    "compare",
     "fix",
+    "report",
+    "train",
 ]
 
 

@@ -55,7 +55,9 @@ def keep_pictures(outcomes: Sequence[Outcome], path: Path) -> None:
         shown |= {f"frame {i}": frame for i, frame in outcome.reconstruction.frames.items()}
         shown["found"] = outcome.reconstruction.x
         for name, x in shown.items():
-            arrays[f"{number}/{name}"] = x[:KEPT, 0].detach().clamp(0, 1).nan_to_num(0.5).cpu().numpy().astype("float32")
+            arrays[f"{number}/{name}"] = (
+                x[:KEPT, 0].detach().clamp(0, 1).nan_to_num(0.5).cpu().numpy().astype("float32")
+            )
     if arrays:
         whole = io.BytesIO()
         np.savez_compressed(whole, **arrays)

@@ -21,6 +21,7 @@ _COMMANDS = {
     "inspect": "Look at a model before it is trained: what leaks, what is refused, what attacks get.",
     "reproduce": "Rerun the tables and figures of the paper, published values beside measured ones.",
     "compare": "Runs side by side: accuracy, the three epsilons, noise, attacks.",
+    "report": "One HTML page that shows what is proved, what leaks and what was not tested.",
     "check": "A gate: exit 1 and the reason where a run exceeds its limits.",
     "strategies": "List the strategies and what each guarantees.",
     "datasets": "List the data sets, what is there, and fetch what is not.",

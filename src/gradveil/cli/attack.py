@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.attacks.pictures import draw_grid, keep_pictures
+from gradveil.attacks.pictures import draw_grid
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
 from gradveil.cli._options import given
 from gradveil.cli._output import number, table
 from gradveil.errors import ConfigError
+from gradveil.reports.facts import ATTACKS, RESULT
 
 if TYPE_CHECKING:
     from gradveil.attacks.trial import Outcome, Trial
@@ -84,6 +84,7 @@ def command(
     where --truth is given.
     """
     from gradveil import data, strategies
+    from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target
     from gradveil.attacks.trial import Trial, run
     from gradveil.attacks.untrained import network_for
@@ -108,7 +109,7 @@ def command(
             trial = Trial(strategy=name, **(rest | theirs))
             own = not chosen and name != "non-private"
             plan, state = (target.plan, target.rule_state) if own else (None, None)
-            with _told(trial) as progress:
+            with told(trial) as progress:
                 outcomes.append(
                     run(trial, target.data, model=target.model, plan=plan, rule_state=state, progress=progress)
                 )
@@ -118,24 +119,21 @@ def command(
         loaded = data.load(dataset, data_dir=data_dir)
         model_name = network_for(loaded, trials[0].network)
         for trial in trials:
-            with _told(trial) as progress:
+            with told(trial) as progress:
                 outcomes.append(run(trial, loaded, progress=progress))
     named = f"{outcomes[0].trial.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
-    where = out or (Path("attacks") / f"{dataset}-{named}" if run_dir is None else run_dir / "attacks" / named)
-    where.mkdir(parents=True, exist_ok=True)
-    results = {"dataset": dataset, "model": model_name, "trials": [o.to_dict() for o in outcomes]}
-    (where / "result.json").write_text(json.dumps(results, indent=1) + "\n")
+    where = out or (Path("attacks") / f"{dataset}-{named}" if run_dir is None else run_dir / ATTACKS / named)
+    keep_attack(outcomes, where, dataset=dataset, model=model_name)
     _draw(outcomes, where / "frames.png")
-    keep_pictures(outcomes, where / "pictures.npz")
     if as_json:
-        click.echo(json.dumps(results))
+        click.echo((where / RESULT).read_text().rstrip())
         return
     _table(outcomes, dataset)
     click.echo(f"written to {where}", err=True)
 
 
 @contextmanager
-def _told(trial: Trial) -> Iterator[Callable[[int], None]]:
+def told(trial: Trial) -> Iterator[Callable[[int], None]]:
     """A line on stderr that says what is being attacked and how far it is; without a terminal, only what."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

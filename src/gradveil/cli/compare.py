@@ -35,6 +35,6 @@ def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
         table(
             list(HEADINGS.values()),
             [shown(row) for row in rows],
-            note="eps proved: by the neighbours that suit each sampler, from the verified ledger; infinite where nothing "
-            "is proved. The published figure is not a guarantee. Attack: the nearest to the images, median.",
+            note="eps proved: by the neighbours that suit each sampler, from the verified ledger; infinite where "
+            "nothing is proved. The published figure is not a guarantee. Attack: the nearest to the images, median.",
         )

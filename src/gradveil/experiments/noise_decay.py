@@ -165,7 +165,9 @@ def _pivot(entries: Sequence[Entry]) -> Table:
     for policy, label in dict.fromkeys((e.where["sigma"], e.where["strategy"]) for e in entries):
         by = {e.where["accountant"]: e for e in entries if (e.where["sigma"], e.where["strategy"]) == (policy, label)}
         shown = [by.get(method, by.get("all")) for method in published.METHODS]
-        cells = ["-" if e is None else f"{e.mean:.4f}" + (f" ({e.published:.4f})" if e.published else "") for e in shown]
+        cells = [
+            "-" if e is None else f"{e.mean:.4f}" + (f" ({e.published:.4f})" if e.published else "") for e in shown
+        ]
         rows.append([policy, label, *cells])
     head = ["sigma", "strategy", *published.METHODS]
     return Table(title="Accuracy where each accountant ends, and as published in brackets", head=head, rows=rows)

@@ -1,0 +1,205 @@
+"""Everything the command line does, in a few lines of Python.
+
+    import gradveil
+
+    run = gradveil.train(dataset="mnist", strategy="dyn-s-decay", data_dir="data", run_dir="runs/a")
+    gradveil.attack("runs/a", attack="map")
+    gradveil.report("runs/a", examples=2)
+
+Your own model, optimizer and loop: :class:`gradveil.PrivacyEngine`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradveil.config import RunConfig
+from gradveil.errors import ConfigError
+from gradveil.reports.facts import ATTACKS, PICTURES, RESULT
+from gradveil.rundir import write_whole
+
+if TYPE_CHECKING:
+    from gradveil.accounting import PaperEpsilon, ProvedEpsilon
+    from gradveil.attacks.trial import Outcome
+    from gradveil.reports.gates import Gate
+    from gradveil.training import Progress, Result
+
+Where = str | os.PathLike[str]
+
+
+def train(
+    *,
+    run_dir: Where | None = None,
+    seed: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    **settings: Any,
+) -> Result:
+    """Train one model as ``gradveil train`` does, into a run directory (default: runs/<data set>-<strategy>-<time>).
+
+    ``settings`` are those of the command line: dataset, strategy, clip, sigma, steps, batch_size, lr, device, ...
+
+    >>> import tempfile
+    >>> run = train(run_dir=tempfile.mkdtemp(), dataset="digits", strategy="baseline", steps=3, batch_size=64)
+    >>> run.steps, run.statement.proved.neighbours
+    (3, 'add-remove')
+    """
+    from gradveil import training
+
+    config = RunConfig.check(settings)
+    where = Path(run_dir) if run_dir is not None else _new_run(config)
+    return training.train(config, run_dir=where, seed=seed, progress=progress)
+
+
+def _new_run(config: RunConfig) -> Path:
+    return Path("runs") / f"{config.dataset}-{config.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def attack(
+    run: Where | None = None,
+    *,
+    dataset: str = "digits",
+    data_dir: str | None = None,
+    progress: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> Outcome:
+    """Attack gradients as a strategy would release them: of an untrained network, or of ``run`` at its next step.
+
+    ``settings`` are those of :class:`gradveil.attacks.trial.Trial`: attack, strategy, victims, view, clip, sigma,
+    iterations, seed, device. A run has its own strategy, steps and batch size; what is found is kept in it.
+
+    >>> found = attack(attack="cpl", strategy="non-private", victims=2, iterations=20)
+    >>> bool(found.score.summary()["psnr_median"] > 30)
+    True
+    """
+    from gradveil import data
+    from gradveil.attacks import trial
+
+    if run is None:
+        return trial.run(trial.Trial(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
+    from gradveil.attacks.from_run import load_target
+
+    own = sorted({"strategy", "steps", "step", "training_batch", "network"} & settings.keys())
+    if own:
+        raise ConfigError(f"{', '.join(own)} cannot be given with a run, which has its own. Leave them out.")
+    target = load_target(Path(run), data_dir=data_dir)
+    theirs = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
+    theirs |= {"step": target.step, "steps": target.plan.steps}
+    tried = trial.Trial(**{"view": "per-example-noised", **settings, **theirs})
+    private = target.plan.strategy.is_private
+    outcome = trial.run(
+        tried,
+        target.data,
+        model=target.model,
+        plan=target.plan if private else None,
+        rule_state=target.rule_state if private else None,
+        progress=progress,
+    )
+    where = Path(run) / ATTACKS / f"{tried.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
+    keep_attack([outcome], where, dataset=target.config.dataset, model=target.config.model)
+    return outcome
+
+
+def keep_attack(outcomes: list[Outcome], folder: Path, *, dataset: str, model: str) -> None:
+    """Write trials into a folder: their figures for everybody, pictures for the owner only."""
+    from gradveil.attacks.pictures import keep_pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {"dataset": dataset, "model": model, "trials": [outcome.to_dict() for outcome in outcomes]}
+    keep_pictures(outcomes, folder / PICTURES)
+    write_whole(folder / RESULT, (json.dumps(results, indent=1) + "\n").encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Epsilons of a run, never merged: ``proved`` by neighbours, and ``as_published`` by accountant (no guarantee)."""
+
+    proved: Mapping[str, ProvedEpsilon]
+    as_published: Mapping[str, PaperEpsilon]
+
+
+def account(
+    run: Where | None = None,
+    *,
+    sigma: float | None = None,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    delta: float | None = None,
+    layers: int = 1,
+    sampling: str = "poisson",
+    decay: str | None = None,
+    sigma_end: float | None = None,
+) -> Account:
+    """Every epsilon of a run directory, or of the run that the parameters describe.
+
+    ``layers`` is how many are clipped apart: together they move by sqrt(layers) times as much as one.
+
+    >>> found = account(sigma=6.0, sample_rate=0.01, steps=10_000, delta=1e-5)
+    >>> round(found.proved["add-remove"].epsilon, 3), round(found.as_published["MA"].epsilon, 3)
+    (0.601, 0.823)
+    """
+    from gradveil import accounting
+
+    if run is not None:
+        if sigma is not None or sample_rate is not None or steps is not None:
+            raise ConfigError("a run's ledger says its sigma, sample rate and steps: give the run, or the parameters.")
+        from gradveil.ledger import read
+
+        path = Path(run)
+        contents = read(path / "ledger.jsonl" if path.is_dir() else path)
+        told = accounting.statement(contents.header, contents.charged(), delta=delta)
+        both = {view.neighbours: view for view in (told.proved, told.proved_other)}
+        return Account(proved=both, as_published=told.paper)
+    if sigma is None or sample_rate is None or steps is None:
+        raise ConfigError("an epsilon needs sigma, sample_rate and steps, or a run directory.")
+    delta = 1e-5 if delta is None else delta
+    end = sigma_end if sigma_end is not None or decay is None else sigma * 4.0 / 15.0
+    sigmas = accounting.sigmas_of(accounting.sigma_schedule(sigma, steps=steps, decay=decay, end=end), steps)
+    setting = accounting.Setting(sample_rate=sample_rate, layers=layers, sampling=sampling)
+    proved = {
+        neighbours: accounting.planned_epsilon(sigmas, setting, delta=delta, neighbours=neighbours)
+        for neighbours in ("add-remove", "replace-one")
+    }
+    return Account(proved=proved, as_published=accounting.paper_epsilons(sigmas, sample_rate, delta))
+
+
+def report(*runs: Where, out: Where | None = None, examples: int = 0, title: str | None = None) -> Path:
+    """Write one HTML page about runs; where it is. ``examples``: victims of attacks whose images may be shown."""
+    from gradveil.reports.facts import read_run
+    from gradveil.reports.page import write_page
+
+    if not runs:
+        raise ConfigError("no run is named. Give the directories of one or more runs.")
+    facts = [read_run(Path(run)) for run in runs]
+    path = Path(out) if out is not None else Path(runs[0]) / "report.html" if len(runs) == 1 else Path("report.html")
+    write_page(facts, path, examples=examples, title=title)
+    return path
+
+
+def compare(*runs: Where) -> list[dict[str, Any]]:
+    """One row of plain data for each run: accuracy, the three epsilons, noise, attacks.
+
+    >>> import tempfile
+    >>> where = tempfile.mkdtemp()
+    >>> _ = train(run_dir=where, dataset="digits", strategy="non-private", steps=2, batch_size=64)
+    >>> row, = compare(where)
+    >>> row["strategy"], row["epsilon_proved"]
+    ('non-private', 'inf')
+    """
+    from gradveil.reports.comparison import row_of
+    from gradveil.reports.facts import read_run
+
+    return [row_of(read_run(Path(run))) for run in runs]
+
+
+def check(run: Where, **limits: Any) -> list[Gate]:
+    """Judge a run by limits (max_epsilon, neighbours, max_delta, max_attack_psnr, min_accuracy): one gate for each."""
+    from gradveil.reports.facts import read_run
+    from gradveil.reports.gates import Limits, judge
+
+    return judge(read_run(Path(run)), Limits(**limits))
