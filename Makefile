@@ -7,12 +7,14 @@ PEERS := $(VENV)/.peers
 JAX := .venv-jax
 RESULTS := benchmarks/results
 
-.PHONY: demo test check format bench bench-cuda clean help
+.PHONY: demo test check format docs reproduce bench bench-cuda clean help
 
 help:
 	@echo "make demo    set up, then train four strategies on digits and compare them"
 	@echo "make test    set up, then run the tests"
 	@echo "make check   set up, then lint, format and type checks"
+	@echo "make docs    set up, then build the documentation site into docs/_build"
+	@echo "make reproduce   set up, then rerun every table and figure of the paper, quickly, on digits"
 	@echo "make bench   set up with peers, then measure speed, memory and scaling on the CPU; figures, docs/performance.md"
 	@echo "make bench-cuda   the same on a GPU"
 
@@ -32,6 +34,13 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+reproduce: $(STAMP)
+	$(BIN)/gradveil reproduce all --quick
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

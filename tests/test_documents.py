@@ -88,3 +88,22 @@ def test_every_room_is_in_the_architecture():
 def test_everything_public_is_there():
     for name in gradveil.__all__:
         assert getattr(gradveil, name) is not None
+
+
+_NEED_MORE = ("integrations.md", "from-opacus.md")  # their code needs extras: see tests/integrations
+PAGES = sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in _NEED_MORE)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_code_block_of_a_page_runs(name, tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
+    if not blocks:
+        pytest.skip("no code on this page")
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(blocks), name, "exec"), {"__name__": "page"})
+
+
+def test_every_page_is_in_the_sites_contents():
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "index" or f"\n{page.stem}\n" in index, page.name

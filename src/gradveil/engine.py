@@ -74,22 +74,24 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 class PrivacyEngine:
     """Trains a model under one strategy and records every release.
 
-    strategy        a name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`
-    clip, sigma     starting values C_0 and sigma_0, or whole schedules
-    steps           the number of steps the run declares; the schedules span them
-    delta           must be below 1/N
-    sampling        poisson (default), without-replacement, with-replacement; shuffle needs allow_unproved
-    clipping        per-layer (default), flat, or a mapping of group names to parameter names
-    reading         of the l2-max strategies: "example" (default, the paper's text) or "batch"
-    decay, *_decay, *_end   shape and end value of what decays (see :func:`gradveil.strategies.parameters`)
-    fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
-    options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
-    loss_reduction  what the user's loss does over the batch: "mean" or "sum"
-    budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
-                    is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
-    run_dir         where the ledger is kept; must not hold one already, unless ``resume``
-    seed            makes the run repeatable; whoever knows it can take the noise off
-    stopping        declares early stopping: "private" charges all declared steps, "public" only those taken
+    Its settings::
+
+        strategy        a name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`
+        clip, sigma     starting values C_0 and sigma_0, or whole schedules
+        steps           the number of steps the run declares; the schedules span them
+        delta           must be below 1/N
+        sampling        poisson (default), without-replacement, with-replacement; shuffle needs allow_unproved
+        clipping        per-layer (default), flat, or a mapping of group names to parameter names
+        reading         of the l2-max strategies: "example" (default, the paper's text) or "batch"
+        decay, *_decay, *_end   shape and end value of what decays (see :func:`gradveil.strategies.parameters`)
+        fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
+        options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
+        loss_reduction  what the user's loss does over the batch: "mean" or "sum"
+        budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
+                        is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
+        run_dir         where the ledger is kept; must not hold one already, unless ``resume``
+        seed            makes the run repeatable; whoever knows it can take the noise off
+        stopping        declares early stopping: "private" charges all declared steps, "public" only those taken
     """
 
     def __init__(
