@@ -264,13 +264,13 @@ def reproduced(name: str) -> str:
     sets = data["plan"]["sets"]
     command = f"gradveil reproduce {name} --{data['plan']['scale']}" + (f" --sets {','.join(sets)}" if sets else "")
     rates = ", ".join(f"{rate:g}" for rate in data["learning_rates"])
-    told = f"`{command}`: {data['cells']} cells, {data['seconds']:.0f} seconds of them in all. {'; '.join(data['machines'])}."
+    told = f"`{command}`: {data['cells']} cells, {data['seconds']:.0f} seconds of them in all. "
+    told += f"{'; '.join(data['machines'])}."
     told += f" {versions}." + (f" Learning rate {rates}." if rates else "")
     told += f" Seeds {', '.join(map(str, data['seeds']))}." if data["seeds"] else ""
     parts = [told, *(_experiment_table(table) for table in data["tables"])]
-    for suffix in ("svg", "png"):
-        if (FIGURES / f"reproduction_{name}.{suffix}").exists():
-            parts.append(f"![{data['title']}](figures/reproduction_{name}.{suffix})")
+    drawn = [f"reproduction_{name}.{suffix}" for suffix in ("svg", "png")]
+    parts += [f"![{data['title']}](figures/{file})" for file in drawn if (FIGURES / file).exists()]
     return "\n\n".join(parts)
 
 

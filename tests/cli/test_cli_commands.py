@@ -264,10 +264,14 @@ def test_demo_json_has_a_result_for_every_strategy(
 
     monkeypatch.setitem(demo.SHARED, "steps", 3)
     monkeypatch.setitem(demo.SHARED, "batch_size", 16)
+    monkeypatch.setattr(demo, "ATTACKS", {"cpl": 2, "map": 2})
     outcome = gradveil("demo", "--json", "--run-dir", tmp_path / "demo", "--seed", "1")
     assert outcome.code == 0
-    found = _strict(outcome.out)
+    told = _strict(outcome.out)
+    found = told["runs"]
     assert list(found) == list(demo.RUNS)
+    assert "digits" in Path(told["report"]).read_text()
+    assert found["baseline"]["attacks"]["map"]["result"]["psnr_median"] < 20
     assert all(r["steps"] == 3 for r in found.values())
     assert found["non-private"]["privacy"]["proved"]["epsilon"] == "inf"
     assert found["baseline"]["privacy"]["proved"]["epsilon"] < 10

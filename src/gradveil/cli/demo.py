@@ -74,6 +74,8 @@ def command(run_dir: Path | None, seed: int | None, as_json: bool) -> None:
 
 def _attack(name: str, run: Path) -> dict[str, Outcome]:
     """Both attacks on the first step as the run releases it; kept in the run."""
+    import torch
+
     from gradveil import data
     from gradveil.api import keep_attack
     from gradveil.attacks.trial import Trial
@@ -82,6 +84,8 @@ def _attack(name: str, run: Path) -> dict[str, Outcome]:
     from gradveil.reports.facts import ATTACKS as ATTACK_FOLDER
     from gradveil.strategies import parameters
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # eight by eight pixels are not worth sharing out
     config = RunConfig.check(SHARED | RUNS[name])
     private = config.strategy != "non-private"
     loaded = data.load(config.dataset)
@@ -103,6 +107,7 @@ def _attack(name: str, run: Path) -> dict[str, Outcome]:
         plan = parameters(**config.plan_settings()) if private else None
         with told(trial) as progress:
             found[kind] = attack(trial, loaded, plan=plan, progress=progress)
+    torch.set_num_threads(threads)
     folder = run / ATTACK_FOLDER / "first-step"
     keep_attack(list(found.values()), folder, dataset=config.dataset, model=f"{NETWORK}, untrained")
     return found
