@@ -19,7 +19,7 @@ from gradveil.errors import ConfigError
 def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
     """Compare runs: accuracy, the three epsilons, noise and what attacks got, one row for each RUN."""
     from gradveil.cli._output import table
-    from gradveil.reports.comparison import HEADINGS, row_of, shown
+    from gradveil.reports.comparison import BRIEF, HEADINGS, brief, row_of
     from gradveil.reports.facts import read_run
 
     if as_json and as_csv:
@@ -33,8 +33,8 @@ def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
         writer.writerows(rows)
     else:
         table(
-            list(HEADINGS.values()),
-            [shown(row) for row in rows],
+            list(BRIEF),
+            [brief(row) for row in rows],
             note="eps proved: by the neighbours that suit each sampler, from the verified ledger; infinite where "
             "nothing is proved. The published figure is not a guarantee. Attack: the nearest to the images, median.",
         )

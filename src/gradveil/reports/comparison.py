@@ -60,6 +60,22 @@ def shown(row: dict[str, Any]) -> list[str]:
     return [_words(row[name]) for name in HEADINGS]
 
 
+BRIEF = ("run", "strategy", "state", "accuracy", "eps proved", "published (MA)", "audited")
+BRIEF += ("noise std", "attack", "s/step")
+
+
+def brief(row: dict[str, Any]) -> list[str]:
+    """The row for a terminal, in the order of ``BRIEF``: what belongs together in one column."""
+    state = str(row["state"]).partition(",")[0]
+    spent = [_words(row[f"epsilon_{kind}"]) for kind in ("proved", "as_published", "audited")]
+    noise = "-" if row["noise_std_first"] is None else f"{row['noise_std_first']:.3g} to {row['noise_std_last']:.3g}"
+    attack = "not run"
+    if row["attack"] is not None:
+        attack = f"{row['attack']} {_words(row['attack_psnr'])} dB (guess {_words(row['attack_guess_psnr'])})"
+    ends = [noise, attack, _words(row["seconds_per_step"])]
+    return [row["run"], row["strategy"], state, _words(row["accuracy"]), *spent, *ends]
+
+
 def _words(value: Any) -> str:
     if value is None:
         return "-"
