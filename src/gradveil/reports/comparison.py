@@ -60,8 +60,8 @@ def shown(row: dict[str, Any]) -> list[str]:
     return [_words(row[name]) for name in HEADINGS]
 
 
-BRIEF = ("run", "strategy", "state", "accuracy", "eps proved", "published (MA)", "audited")
-BRIEF += ("noise std", "attack", "s/step")
+_SPENT = ("eps proved", "published (MA)", "audited")
+BRIEF = ("run", "strategy", "state", "accuracy", *_SPENT, "noise std", "attack", "s/step")
 
 
 def brief(row: dict[str, Any]) -> list[str]:
