@@ -129,7 +129,7 @@ class Statement:
     def _covers(self) -> str:
         return _COVERS if math.isfinite(self.proved.epsilon) else "nothing: no finite epsilon is proved"
 
-    def _meaning(self) -> str:
+    def meaning(self) -> str:
         success = self.membership_success
         if success is None:
             return "no limit is proved to what can be learned about one example."
@@ -181,7 +181,7 @@ class Statement:
             "",
             _row("Proved", self._proved_text(self.proved)),
             _row("  otherwise", self._proved_text(self.proved_other)),
-            _row("Meaning", self._meaning()),
+            _row("Meaning", self.meaning()),
             _row("As published", "not a guarantee: " + self._paper_text()),
             _row("Audited", "not run" if self.audited is None else str(dict(self.audited))),
             "",

@@ -103,7 +103,7 @@ class RunFacts:
 
     @property
     def state(self) -> str:
-        """"finished", "interrupted" or "ledger invalid"; a run that ended early says how."""
+        """ "finished", "interrupted" or "ledger invalid"; a run that ended early says how."""
         if self.ledger_problem is not None:
             return "ledger invalid"
         if self.contents is None or self.contents.ended is None:
