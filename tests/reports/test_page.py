@@ -319,9 +319,7 @@ def test_s_t_is_left_out_where_showing_it_would_undo_what_is_proved(tmp_path):
     secret += [f"{release.sigma:.4g}" for release in facts.contents.releases]
     secret += [f"{figure.epsilon:.4g}" for figure in facts.statement.paper.values()]
     # What is read, not where it is drawn.
-    read = re.sub(
-        r"<(style|script)>.*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL
-    )
+    read = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
     for figure in secret:
         assert not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", read), figure
 
