@@ -50,7 +50,10 @@ _SEEDED = (
 )
 _PUBLIC_STOP = "the stopping rule used data that were declared public"
 _PRIVATE_STOP = "training stops on private data, so every declared step is charged, taken or not"
-_RECORDED_S = "the sensitivities S_t recorded in the ledger depend on the data and must not be published with the model"
+_RECORDED_S = (
+    "the sensitivities S_t recorded in the ledger depend on the data and must not be published with the model, nor the "
+    "figures as published, which are computed from them"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
