@@ -27,7 +27,9 @@ def test_a_run_is_attacked_and_what_is_found_is_kept_in_it(run):
     assert outcome.trial.training_batch == 64
     (folder,) = (run / "attacks").iterdir()
     assert json.loads((folder / "result.json").read_text())["dataset"] == "digits"
-    assert stat.S_IMODE((folder / "pictures.npz").stat().st_mode) == 0o600  # training examples
+    for private in ("pictures.npz", "secret.json"):  # training examples, and which they are
+        assert stat.S_IMODE((folder / private).stat().st_mode) == 0o600
+    assert '"seed"' not in (folder / "result.json").read_text()
     (row,) = gradveil.compare(run)
     assert row["attack"] == "map"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
-from gradveil.reports.facts import ATTACKS, PICTURES, RESULT
+from gradveil.reports.facts import ATTACKS, PICTURES, RESULT, SECRET
 from gradveil.rundir import write_whole
 
 if TYPE_CHECKING:
@@ -106,11 +106,17 @@ def attack(
 
 
 def keep_attack(outcomes: list[Outcome], folder: Path, *, dataset: str, model: str) -> None:
-    """Write trials into a folder: their figures for everybody, pictures for the owner only."""
+    """Write trials into a folder: their figures for everybody; pictures, and seeds, for the owner only.
+
+    A trial's seed is not the run's, but it says which examples were attacked.
+    """
     from gradveil.attacks.pictures import keep_pictures
 
     folder.mkdir(parents=True, exist_ok=True)
-    results = {"dataset": dataset, "model": model, "trials": [outcome.to_dict() for outcome in outcomes]}
+    trials = [outcome.to_dict() for outcome in outcomes]
+    seeds = [trial["settings"].pop("seed") for trial in trials]
+    write_whole(folder / SECRET, json.dumps({"seeds": seeds}).encode(), mode=0o600)
+    results = {"dataset": dataset, "model": model, "trials": trials}
     keep_pictures(outcomes, folder / PICTURES)
     write_whole(folder / RESULT, (json.dumps(results, indent=1) + "\n").encode())
 

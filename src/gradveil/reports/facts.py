@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradveil.accounting import Statement
 
 ATTACKS, AUDIT = "attacks", "audit.json"
-RESULT, PICTURES = "result.json", "pictures.npz"
+RESULT, PICTURES, SECRET = "result.json", "pictures.npz", "secret.json"  # the last two for the owner only
 
 
 @dataclass(frozen=True, kw_only=True)
