@@ -37,17 +37,8 @@ from gradveil.attacks.pictures import Line, draw_grid
 from gradveil.attacks.trial import Outcome, Trial, run
 from gradveil.attacks.untrained import untrained
 from gradveil.data import DataSet
+from gradveil.experiments.leakage import ATTACKS, SETS, STRATEGIES
 
-SETS = ("mnist", "fashion-mnist", "cifar10", "lfw")
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "non-private": {"strategy": "non-private"},
-    "baseline": {"strategy": "baseline"},
-    "quantile-clip": {"strategy": "quantile-clip"},
-    "adaclip": {"strategy": "adaclip"},
-    "dyn-s-sigma, sigma_0 = 6": {"strategy": "dyn-s-sigma"},
-    "dyn-s-sigma, sigma_0 = 15": {"strategy": "dyn-s-sigma", "sigma": 15.0},
-}
-ATTACKS = ("cpl", "map")
 SHOWN = 5  # victims
 
 
