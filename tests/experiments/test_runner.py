@@ -8,6 +8,7 @@ import pytest
 
 from gradveil import training
 from gradveil.config import RunConfig
+from gradveil.errors import ConfigError
 from gradveil.experiments import cells, runner
 from gradveil.experiments.cells import RESULT, Cell, Place, run_cell
 from gradveil.experiments.plan import Plan
@@ -161,3 +162,11 @@ def test_a_plan_is_quick_or_the_papers():
     assert list(full.seeds_of(3)) == [0, 1, 2]
     assert list(quick.seeds_of(3)) == [0]
     assert list(Plan(seeds=2).seeds_of(3)) == [0, 1]
+
+
+def test_a_backend_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="cluster"):
+        Store(tmp_path).run([tiny(), tiny(sigma=2.0)], Workers(jobs=2, backend="ray"))

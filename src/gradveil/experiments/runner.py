@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +84,9 @@ def _share(jobs: int) -> int:
 def _spread(tasks: list[tuple[Cell, Path, Place]], count: int, workers: Workers) -> Iterable[tuple[int, Result]]:
     import joblib
 
-    settings = _backend(workers)
-    with joblib.parallel_config(backend=workers.backend, **settings):
-        pool = joblib.Parallel(n_jobs=count, return_as="generator_unordered" if workers.backend == "loky" else "list")
+    one_by_one = "generator_unordered" if workers.backend == "loky" else "list"
+    with _cluster(workers), joblib.parallel_config(backend=workers.backend):
+        pool = joblib.Parallel(n_jobs=count, return_as=one_by_one)
         yield from pool(joblib.delayed(_numbered)(i, *task) for i, task in enumerate(tasks))
 
 
@@ -93,16 +94,19 @@ def _numbered(i: int, cell: Cell, folder: Path, place: Place) -> tuple[int, Resu
     return i, run_cell(cell, folder, place)
 
 
-def _backend(workers: Workers) -> dict[str, str]:
-    """Connect to the cluster; its client is found by joblib."""
+@contextmanager
+def _cluster(workers: Workers) -> Iterator[None]:
+    """Connected to the cluster, or to one that is started here for as long as it is needed; joblib finds it."""
     if workers.backend == "loky":
-        return {}
+        yield
+        return
     try:
         if workers.backend == "dask":
             from dask.distributed import Client
 
-            Client(workers.scheduler) if workers.scheduler else Client(processes=True)
-            return {}
+            with Client(workers.scheduler) if workers.scheduler else Client(processes=True):
+                yield
+            return
         import ray
         from ray.util.joblib import register_ray
     except ImportError:
@@ -112,4 +116,7 @@ def _backend(workers: Workers) -> dict[str, str]:
         ) from None
     ray.init(address=workers.scheduler)
     register_ray()
-    return {}
+    try:
+        yield
+    finally:
+        ray.shutdown()
