@@ -103,17 +103,18 @@ def _cluster(workers: Workers) -> Iterator[None]:
     try:
         if workers.backend == "dask":
             from dask.distributed import Client
-
-            with Client(workers.scheduler) if workers.scheduler else Client(processes=True):
-                yield
-            return
-        import ray
-        from ray.util.joblib import register_ray
+        else:
+            import ray
+            from ray.util.joblib import register_ray
     except ImportError:
         raise ConfigError(
             f"the backend {workers.backend!r} needs its package, which is not installed here. "
             'Install it: pip install "gradveil[cluster]".'
         ) from None
+    if workers.backend == "dask":
+        with Client(workers.scheduler) if workers.scheduler else Client(processes=True):
+            yield
+        return
     ray.init(address=workers.scheduler)
     register_ray()
     try:
