@@ -23,6 +23,7 @@ from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
 from gradveil.reports.facts import ATTACKS, PICTURES, RESULT, SECRET
 from gradveil.rundir import write_whole
+from gradveil.strategies import SIGMA_END_RATIO
 
 if TYPE_CHECKING:
     from gradveil.accounting import PaperEpsilon, ProvedEpsilon
@@ -164,7 +165,7 @@ def account(
     if sigma is None or sample_rate is None or steps is None:
         raise ConfigError("an epsilon needs sigma, sample_rate and steps, or a run directory.")
     delta = 1e-5 if delta is None else delta
-    end = sigma_end if sigma_end is not None or decay is None else sigma * 4.0 / 15.0
+    end = sigma_end if sigma_end is not None or decay is None else sigma * SIGMA_END_RATIO
     sigmas = accounting.sigmas_of(accounting.sigma_schedule(sigma, steps=steps, decay=decay, end=end), steps)
     setting = accounting.Setting(sample_rate=sample_rate, layers=layers, sampling=sampling)
     proved = {

@@ -96,13 +96,9 @@ def run(plan: Plan, policy: str, row: Row, *, name: str | None = None) -> Cell:
     return plan.train(where, **row.settings, clip=CLIP, sigma=SIGMA, sigma_decay=policy, sigma_end=end)
 
 
-def policies(plan: Plan) -> tuple[str, ...]:
-    return published.POLICIES if plan.scale == "full" else ("linear", "exponential", "cyclic")
-
-
 def cells(plan: Plan) -> list[Cell]:
     fixed = [sensitivity.runs(plan, dataset(plan), row, CLIP)[0] for row in _fixed_rows()]
-    return [*fixed, *(run(plan, policy, row) for policy in policies(plan) for row in ROWS)]
+    return [*fixed, *(run(plan, policy, row) for policy in published.POLICIES for row in ROWS)]
 
 
 def _fixed_rows() -> tuple[Row, ...]:
@@ -126,7 +122,7 @@ def report(plan: Plan, found: Found) -> Report:
         told = published.NOISE_DECAY_FIXED[mine.strategy] if compared else None
         accuracies.append(_accuracy("fixed", mine.label, "all", told, result["accuracy"], proved(result)))
         table["fixed sigma"][row.label] = {method: float(result["accuracy"]) for method in published.METHODS}
-    for policy in policies(plan):
+    for policy in published.POLICIES:
         stops = ends(policy, steps, rate(plan))
         printed = published.NOISE_DECAY[policy]
         for method, stop in stops.items():
