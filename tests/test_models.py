@@ -18,7 +18,7 @@ from gradveil.models import ACTIVATIONS, build, paper_cnn, paper_mlp
 def test_cnn_is_the_papers(shape: tuple[int, int, int], features: int) -> None:
     model = paper_cnn(shape, 10)
     assert [name for name, _ in model.named_children()] == [
-        *("conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "flatten", "linear"),
+        *("conv1", "pool1", "relu1", "conv2", "pool2", "relu2", "flatten", "linear"),
     ]
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == {
@@ -80,8 +80,21 @@ def test_dropout_is_a_layer_only_when_asked_for() -> None:
 def test_activation(activation: str) -> None:
     model = paper_cnn((1, 8, 8), 10, activation=activation)
     names = [name for name, _ in model.named_children()]
-    assert (names[1], names[4]) == (f"{activation}1", f"{activation}2")
-    assert type(model[1]) is ACTIVATIONS[activation]
+    assert (names[2], names[5]) == (f"{activation}1", f"{activation}2")
+    assert type(model[2]) is ACTIVATIONS[activation]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_pooling_before_the_activation_changes_nothing(activation: str) -> None:
+    model = paper_cnn((1, 8, 8), 10, activation=activation).double()
+    conv1, pool, bend, conv2, *_, linear = model
+    x = torch.randn(5, 1, 8, 8, dtype=torch.float64)
+    found = []
+    for output in (model(x), linear(pool(bend(conv2(pool(bend(conv1(x)))))).flatten(1))):
+        model.zero_grad()
+        output.square().sum().backward()
+        found.append([output.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

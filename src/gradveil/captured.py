@@ -326,7 +326,8 @@ class _Finish(_Piece):
         self._scale = torch.zeros((), device=self.device)  # std of the noise, or 1 / examples where there is none
         self._set: float | None = None
         self._digest: Tensor | None = None
-        self._table: tuple[Tensor, Tensor] | None = None  # where a graph's gradients are: on the host, on the device
+        self._table: tuple[Tensor, Tensor] | None = None  # where the gradients are: on the host, on the device
+        self._own_table: Tensor | None = None  # of the graph about to be captured
         self._changes = 0
 
     def prepare(self) -> bool:
@@ -393,17 +394,17 @@ class _Finish(_Piece):
             add_drawn_noise(grads, self._draw, self._scale, divide_by=size)
             return
         host = cuda.noise_table(grads)
-        if self._table is None:
-            self._table = (host, torch.empty_like(host, device=self.device))
-        self._table = (host, self._table[1])
-        if not torch.cuda.is_current_stream_capturing():  # otherwise it is filled in when all is captured
-            self._table[1].copy_(host, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            assert self._own_table is not None
+            self._table = (host, self._own_table)  # filled in when the graph is whole
+        else:  # gradients of an eager round lie elsewhere: a graph's table stays as it is
+            self._table = (host, host.to(self.device, non_blocking=True))
         cuda.add_noise(self._table[1], self._draw, self._scale, divide_by=size)
 
     def get_ready(self) -> None:
-        # Not in the graph's memory, which it uses for other things before.
+        # A new one, and not in the graph's memory, which it uses for other things before.
         if self._table is not None:
-            self._table = (self._table[0], torch.empty_like(self._table[1]))
+            self._own_table = torch.empty_like(self._table[1])
 
     def results(self) -> Any:
         if self._table is not None:
