@@ -123,8 +123,6 @@ def _run(experiment: Experiment, plan: Plan, store: Store, workers: Workers) -> 
 def _write(experiment: Experiment, plan: Plan, report: Report, ran: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
-    import torch
-
     from gradveil.rundir import write_whole
     from gradveil.version import __version__
 
@@ -138,7 +136,7 @@ def _write(experiment: Experiment, plan: Plan, report: Report, ran: list[dict[st
         "learning_rates": sorted({r["settings"]["lr"] for r in ran if "lr" in r["settings"]}),
         "machines": sorted({r["machine"] for r in ran}),
         "seconds": round(sum(r["seconds"] for r in ran), 1),
-        "versions": {"gradveil": __version__, "torch": torch.__version__},
+        "versions": {"gradveil": __version__, "torch": ", ".join(sorted({r["torch"] for r in ran}))},
         **report.to_dict(),
     }
     out.mkdir(parents=True, exist_ok=True)

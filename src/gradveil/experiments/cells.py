@@ -67,6 +67,7 @@ def run_cell(cell: Cell, folder: Path, place: Place) -> Result:
         "kind": cell.kind,
         "settings": dict(cell.settings),
         "machine": _machine(place.device),
+        "torch": torch.__version__,
         "seconds": round(time.perf_counter() - begun, 3),
         **found,
     }
