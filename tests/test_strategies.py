@@ -23,6 +23,9 @@ TABLE = {
     "dyn-s-sigma": ("decay", "l2max", "decay", "paper-only"),
     "quantile-clip": ("private-quantile", "clip", "constant", "proved"),
     "adaclip": ("per-coordinate", "clip", "constant", "proved"),
+    "dyn-private": ("private-estimate", "clip", "constant", "proved"),
+    "dyn-private-sigma": ("private-estimate", "clip", "decay", "proved"),
+    "normalised": ("normalised", "clip", "constant", "proved"),
 }
 
 

@@ -1,4 +1,4 @@
-"""How the clip bounds of a run move: by schedule, after a private quantile, or per coordinate.
+"""How the clip bounds of a run move: by schedule, after a private quantile, or per coordinate; or that there are none.
 
 A bound rule knows the bounds of a step before its batch is drawn, and learns only from what has been
 released already. That is the rule of every proved strategy: the noise scale is a function of public
@@ -26,6 +26,8 @@ class BoundRule:
     """The bounds of each step, for every group; the defaults are those of a rule that learns nothing."""
 
     whitening: Whitening | None = None
+    gamma: float | None = None  # where given, gradients are normalised, g / (|g| + gamma), rather than clipped
+    counts_norms = False  # whether the rule looks at how many examples are within their bound
     side_inverse_square: float = 0.0  # what the side releases of one step add to 1/z^2 of the whole release
 
     def bounds(self, step: int) -> tuple[float, ...]:
@@ -63,6 +65,19 @@ class ScheduledBounds(BoundRule):
         return (self.schedule(step),) * self.count
 
 
+class NormalisedBounds(ScheduledBounds):
+    """Every example's gradient is scaled to g / (|g| + gamma): shorter than 1, whatever it was, so there is no C.
+
+    Bu et al. 2023, "Automatic clipping"; Yang et al. 2022. Large gamma keeps short gradients short.
+    """
+
+    def __init__(self, plan: Parameters, groups: Sequence[Group], *, gamma: float = 0.01) -> None:
+        super().__init__(plan, groups)
+        if not (gamma > 0 and math.isfinite(gamma)):
+            raise ConfigError(f"gamma is {gamma!r}; give a positive number: a gradient of 0 has no direction.")
+        self.gamma = gamma
+
+
 class QuantileBounds(BoundRule):
     """Each group's bound follows a quantile of its per-example norms (Andrew et al. 2021, Algorithm 1).
 
@@ -72,6 +87,8 @@ class QuantileBounds(BoundRule):
     within, C <- C exp(-learning_rate (b - quantile)). The count is charged like the gradient, by its own
     noise: of the whole release, 1/z^2 = M/sigma^2 + M/(2 count_noise)^2.
     """
+
+    counts_norms = True
 
     def __init__(
         self,
@@ -128,6 +145,77 @@ class QuantileBounds(BoundRule):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.current = [float(c) for c in state["current"]]
+
+
+class EstimatedBounds(QuantileBounds):
+    """Bounds that follow the norms down and up by private counts, from wherever they start, under a public ceiling.
+
+    Each group's bound is an estimate of an upper quantile of its norms, so noise falls as gradients do. The counts
+    are those of :class:`QuantileBounds`, charged in the same way. What is done with them afterwards is free:
+
+    - the estimate moves fast at first and settles: rates from 1 to ``learning_rate`` over some 40 steps, and never so
+      fast that the noise of one count moves a bound by more than 5 %;
+    - no bound is above the ceiling, ``ceiling`` at first, which decays as the plan says (``clip_decay``, ``clip_end``).
+    """
+
+    def __init__(
+        self,
+        plan: Parameters,
+        groups: Sequence[Group],
+        *,
+        batch_size: float,
+        quantile: float = 0.9,
+        learning_rate: float = 0.2,
+        count_noise: float | None = None,
+        ceiling: float | None = None,
+    ) -> None:
+        super().__init__(
+            plan,
+            groups,
+            batch_size=batch_size,
+            quantile=quantile,
+            learning_rate=learning_rate,
+            count_noise=count_noise,
+        )
+        start = plan.clip.start
+        highest = max(start, _CEILING) if ceiling is None else ceiling
+        if not (highest >= start and math.isfinite(highest)):
+            raise ConfigError(f"the ceiling is {highest!r}, below the clip bound {start!r} that the run starts with.")
+        self.schedule, self.highest = plan.clip, highest
+        self.steadiest = _SHAKE * batch_size / self.count_noise
+        self.learned = 0  # steps
+
+    def ceiling(self, step: int) -> float:
+        """The public limit of every bound."""
+        return self.highest * self.schedule(step) / self.schedule.start
+
+    def bounds(self, step: int) -> tuple[float, ...]:
+        return tuple(min(bound, self.ceiling(step)) for bound in self.current)
+
+    def learn(
+        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+    ) -> None:
+        settled = 1.0 - math.exp(-self.learned / _SETTLING_STEPS)
+        rate = min(_FIRST_RATE + (self.learning_rate - _FIRST_RATE) * settled, self.steadiest)
+        at = self.ceiling(self.learned)
+        for group, value in enumerate(side[0].values):
+            share = value / self.batch_size + 0.5
+            # The count was of examples within the bound that was used: the estimate goes on from there.
+            self.current[group] = min(self.current[group], at) * math.exp(-rate * (share - self.quantile))
+        self.learned += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return super().state_dict() | {"learned": torch.tensor(self.learned)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.learned = int(state["learned"])
+
+
+_CEILING = 32.0  # the largest bound of the paper's tables; a run that starts higher has its start as ceiling
+_FIRST_RATE = 1.0
+_SETTLING_STEPS = 40.0
+_SHAKE = 0.05  # what the noise of one count may move a bound by, relative
 
 
 class WhitenedBounds(BoundRule):
@@ -211,6 +299,14 @@ def _quantile(plan: Parameters, groups: Sequence[Group], *, batch_size: float, o
     return QuantileBounds(plan, groups, batch_size=batch_size, **options)
 
 
+def _estimated(plan: Parameters, groups: Sequence[Group], *, batch_size: float, options: Any, **_: Any) -> BoundRule:
+    return EstimatedBounds(plan, groups, batch_size=batch_size, **options)
+
+
+def _normalised(plan: Parameters, groups: Sequence[Group], *, options: Any, **_: Any) -> BoundRule:
+    return NormalisedBounds(plan, groups, **options)
+
+
 def _whitened(plan: Parameters, groups: Sequence[Group], *, parameters: Any, options: Any, **_: Any) -> BoundRule:
     return WhitenedBounds(plan, groups, parameters=parameters, **options)
 
@@ -219,6 +315,8 @@ RULES: dict[str, Callable[..., BoundRule]] = {
     "constant": _scheduled,
     "decay": _scheduled,
     "private-quantile": _quantile,
+    "private-estimate": _estimated,
+    "normalised": _normalised,
     "per-coordinate": _whitened,
 }
 

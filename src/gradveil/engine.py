@@ -231,7 +231,7 @@ class PrivacyEngine:
                 options=self.options,
             )
             self._clipper = Clipper(module, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
-            self._clipper.whitening = self.rule.whitening
+            self._clipper.whitening, self._clipper.gamma = self.rule.whitening, self.rule.gamma
         self._open_ledger()
         self._batch = BatchGuard(self.sampling.name)
         self._handles += [
@@ -501,9 +501,9 @@ class PrivacyEngine:
     @property
     def looks_at_norms(self) -> bool:
         """Whether the release depends on the norms of the batch's examples."""
-        strategy = self.plan.strategy
-        of_rule = self.plan.sensitivity_rule == "l2max-example" or strategy.bounds == "private-quantile"
-        return strategy.is_private and of_rule
+        if not self.plan.strategy.is_private:
+            return False
+        return self.plan.sensitivity_rule == "l2max-example" or self.rule.counts_norms
 
     @contextmanager
     def captured_pass(self, padding: Padding) -> Iterator[Callable[[], Harvest]]:

@@ -172,6 +172,7 @@ class Recorder:
             "groups": [[group.name, list(group.parameters)] for group in engine.groups],
             "batch_size": float(engine.sampling.batch_size),
             "release": None if release is None else release.to_dict(),
+            "gamma": None if release is None else engine.rule.gamma,
             "tensors_sha256": hashlib.sha256(data).hexdigest(),
         }
         stem = self.path / f"step-{step:08d}"
@@ -224,6 +225,7 @@ class Recorded:
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
     whitening: Mapping[str, tuple[Tensor, Tensor]]  # adaclip: centre and scale of every parameter's coordinates
+    gamma: float | None = None  # normalised: added to every norm
 
 
 def read(path: Path) -> list[Recorded]:
@@ -265,6 +267,7 @@ def _read_step(path: Path) -> Recorded:
             gradients=parts["gradient"],
             weights=parts["weights"],
             whitening={n: (t, parts["scale"][n]) for n, t in parts["centre"].items()},
+            gamma=facts.get("gamma"),
         )
     except FileNotFoundError as error:
         raise DataError(f"{error.filename} is missing: a recorded step is a JSON file and its tensors.") from None

@@ -2,7 +2,8 @@
 
 A strategy says, in four words, where a step's privacy parameters come from:
 
-    bounds        what clips an example:      none, constant, decay, private-quantile, per-coordinate
+    bounds        what clips an example:      none, constant, decay, private-quantile, private-estimate,
+                                              per-coordinate, normalised
     sensitivity   what sigma is scaled with:  none, clip, l2max
     noise         how sigma moves:            none, constant, decay
     (guarantee)   follows from the three:     proved, paper-only, none
@@ -35,7 +36,9 @@ from gradveil.schedules import Constant, Schedule
 Reading = Literal["example", "batch"]
 READINGS: tuple[Reading, ...] = ("example", "batch")
 
-BOUNDS = ("none", "constant", "decay", "private-quantile", "per-coordinate")
+BOUNDS = ("none", "constant", "decay", "private-quantile", "private-estimate", "per-coordinate", "normalised")
+_DECAYING = ("decay", "private-estimate")  # where the plan's clip moves: it is the bound itself, or its ceiling
+_UNIT = ("per-coordinate", "normalised")  # where an example's contribution is of norm 1, and there is no C
 SENSITIVITIES = ("none", "clip", "l2max")
 NOISES = ("none", "constant", "decay")
 
@@ -142,6 +145,30 @@ for _name, _bounds, _sensitivity, _noise, _summary, _source in (
         "constant",
         "each coordinate whitened by estimates from already noised gradients",
         "Pichapati et al. 2019",
+    ),
+    (
+        "dyn-private",
+        "private-estimate",
+        "clip",
+        "constant",
+        "clip bound and noise follow a private estimate of the norms, under a decaying ceiling",
+        "",
+    ),
+    (
+        "dyn-private-sigma",
+        "private-estimate",
+        "clip",
+        "decay",
+        "the same with a decaying noise scale",
+        "",
+    ),
+    (
+        "normalised",
+        "normalised",
+        "clip",
+        "constant",
+        "every gradient scaled to g / (|g| + gamma): no clip bound",
+        "Bu et al. 2023; Yang et al. 2022",
     ),
 ):
     register(
@@ -263,17 +290,17 @@ def parameters(
     for kind in (decay, clip_decay, sigma_decay):
         if kind is not None and kind not in schedules.DECAYS:
             raise UnknownNameError("decay", kind, schedules.DECAYS)
-    if decay is not None and "decay" not in (chosen.bounds, chosen.noise):
+    if decay is not None and not (chosen.bounds in _DECAYING or chosen.noise == "decay"):
         warnings.warn(f"decay={decay!r} has no effect: nothing decays under {chosen.name!r}.", stacklevel=3)
     if not chosen.is_private:
         one = Constant(start=1.0)
         return Parameters(strategy=chosen, steps=steps, clip=one, sigma=one)
-    if chosen.bounds == "per-coordinate":
-        clip = 1.0  # the whitened gradient is clipped to norm 1 (Pichapati et al., Algorithm 2)
+    if chosen.bounds in _UNIT:
+        clip = 1.0
     clips = _schedule(
         "clip",
         clip,
-        chosen.bounds == "decay",
+        chosen.bounds in _DECAYING,
         clip_decay or decay or CLIP_DECAY,
         clip_end,
         CLIP_END_RATIO,

@@ -242,3 +242,24 @@ def test_what_makes_no_sense_is_refused_with_the_value(make, named: str) -> None
     with pytest.raises(ConfigError, match=named):
         make()
     assert issubclass(UnknownNameError, ConfigError)
+
+
+def test_counts_are_calibrated_with_the_gradient():
+    target, free = Target(epsilon=1.0), Setting(sample_rate=0.01, layers=3)
+    counted = Setting(sample_rate=0.01, layers=3, count_noise=30.0)
+    alone, together = (calibrate_sigma(target, setting, steps=1000) for setting in (free, counted))
+    assert together.epsilon <= 1.0
+    assert together.sigma > alone.sigma  # what the counts spend is taken off the gradient's share
+    left = (alone.sigma**-2 - (2 * 30.0) ** -2) ** -0.5
+    assert together.sigma == pytest.approx(left, rel=0.01)
+
+
+def test_counts_that_spend_more_than_the_target_are_refused():
+    with pytest.raises(ConfigError, match=r"epsilon 0\.1 is out of reach.*beside the gradient"):
+        calibrate_sigma(Target(epsilon=0.1), Setting(sample_rate=0.01, layers=3, count_noise=1.0), steps=1000)
+
+
+@pytest.mark.parametrize("noise", [0.0, -1.0, math.inf])
+def test_counts_need_noise(noise):
+    with pytest.raises(ConfigError, match="positive, finite noise"):
+        Setting(sample_rate=0.01, count_noise=noise)

@@ -24,7 +24,8 @@ def accuracy(settings):
         return published.NON_PRIVATE.get(settings["dataset"], 0.9)
     row = {"dyn-sigma": "baseline", "dyn-sigma-decay": "dyn-s-decay", "dyn-sigma-l2max": "dyn-s-l2max"}
     row |= {"dyn-s-sigma": "dyn-s", "quantile-clip": "baseline", "adaclip": "baseline"}
-    name = "baseline" if reading == "example" else row.get(strategy, strategy)
+    own = strategy in published.FIXED_SIGMA
+    name = "baseline" if reading == "example" else strategy if own else row.get(strategy, "baseline")
     table = published.SENSITIVITY.get(settings["dataset"], published.SENSITIVITY["mnist"])
     found = table[name][settings.get("clip", 4.0)]
     return found + (0.02 if settings.get("sigma", 6.0) < 6.0 and name == "baseline" else 0.0)

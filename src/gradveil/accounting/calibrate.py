@@ -159,7 +159,8 @@ def _meet(epsilon_of: Callable[[float], float], target: float, *, guess: float, 
             if x == (high if under is None else low):
                 raise ConfigError(
                     f"epsilon {target:g} is out of reach: at {x:g}, the {'most' if under is None else 'least'} noise "
-                    f"that this search allows, {value:g} is spent. Change the target, the steps or the sample rate."
+                    f"that this search allows, {value:g} is spent. Change the target, the steps, the sample rate, or "
+                    "the noise of what is released beside the gradient."
                 )
             factor = value / aim if 0 < value < math.inf else (0.25 if value == 0 else 4.0)
             step = min(max(factor, 1.02), 4.0) if under is None else max(min(factor, 0.98), 0.25)

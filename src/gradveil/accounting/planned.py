@@ -30,19 +30,24 @@ _SAME = 1e-9  # relative: a batch size that is whole but for rounding
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How batches are drawn and how many layers are clipped apart.
+    """How batches are drawn, how many layers are clipped apart, and the noise on what is counted beside them.
 
     ``population`` matters for fixed-size sampling only; left out, a large one is taken. The batch size is
-    then rounded up to a whole number, which is to the safe side.
+    then rounded up to a whole number, which is to the safe side. ``count_noise`` is that of quantile-clip and
+    dyn-private, which release for each layer how many examples are within its bound: an example moves such a
+    count by 1/2. None: nothing is counted.
     """
 
     sample_rate: float
     layers: int = 1
     sampling: str = "poisson"
     population: int | None = None
+    count_noise: float | None = None
 
     def __post_init__(self) -> None:
         check_rate(self.sample_rate)
+        if self.count_noise is not None and not (self.count_noise > 0 and math.isfinite(self.count_noise)):
+            raise ConfigError(f"count_noise is {self.count_noise!r}; released counts need positive, finite noise.")
         if self.sampling not in SAMPLERS:
             raise UnknownNameError("sampling", self.sampling, SAMPLERS)
         for what, value in (("layers", self.layers), ("population", self.population)):
@@ -69,8 +74,14 @@ class Setting:
 
     def charges(self, sigmas: Sequence[float]) -> list[Charge]:
         """One charge per step. Raises ``Unbounded`` where a step has next to no noise."""
-        mechanism, root = self.mechanism, math.sqrt(self.layers)
-        return [(mechanism, checked_multiplier(sigma / root, t)) for t, sigma in enumerate(sigmas)]
+        mechanism = self.mechanism
+        return [(mechanism, checked_multiplier(self.multiplier(sigma), t)) for t, sigma in enumerate(sigmas)]
+
+    def multiplier(self, sigma: float) -> float:
+        """Noise of a whole release relative to what one example moves it by, where each layer's is ``sigma``."""
+        if self.count_noise is None:
+            return sigma / math.sqrt(self.layers)
+        return 1.0 / (math.sqrt(self.layers) * math.hypot(1.0 / sigma, 0.5 / self.count_noise)) if sigma else 0.0
 
 
 def check_steps(steps: int) -> int:

@@ -76,5 +76,6 @@ def defence_of(record: Recorded, device: str | torch.device = "cpu") -> Defence:
         strategy=record.strategy,
         sensitivity_rule=release.sensitivity_rule,
         whitening=whitening or None,
+        gamma=record.gamma,
         side_inverse_square=sum((side.sensitivity / side.noise_std) ** 2 for side in release.side),
     )

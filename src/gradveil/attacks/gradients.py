@@ -58,7 +58,7 @@ class VictimGradients:
 
 
 def clip_groups(gradients: Gradients, defence: Defence, harvest: Harvest | None = None) -> Gradients:
-    """Gradients (V, B, *P), each example's scaled down to its group's bound, as they are summed.
+    """Gradients (V, B, *P), each example's scaled down to its group's bound, or normalised, as they are summed.
 
     Where the defence whitens, (g - m) / b is scaled down and then b put back on, but not m: see :func:`means`. A
     ``harvest`` notes the norms, as the defence's own clipping does.
@@ -72,7 +72,10 @@ def clip_groups(gradients: Gradients, defence: Defence, harvest: Harvest | None 
         square = torch.stack([g.flatten(2).square().sum(2) for g in own.values()]).sum(0)
         # The derivative of a root at 0 is infinite; a gradient of exactly 0 is not scaled.
         norm = torch.where(square > 0, square, torch.ones_like(square)).sqrt()
-        weight = torch.clamp(bound / norm, max=1.0)
+        if defence.gamma is None:
+            weight = torch.clamp(bound / norm, max=1.0)
+        else:
+            weight = bound / (torch.where(square > 0, norm, torch.zeros_like(norm)) + defence.gamma)
         if harvest is not None:
             harvest.note(index, square.sqrt().flatten(), weight.flatten(), bound)
         for name, grad in own.items():

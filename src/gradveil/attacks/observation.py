@@ -36,6 +36,7 @@ class Defence:
     strategy: str = "non-private"
     sensitivity_rule: str | None = None
     whitening: Whitening | None = None  # by parameter: centre m and scale b of its coordinates
+    gamma: float | None = None  # where given, gradients were normalised: clip * g / (|g| + gamma)
     side_inverse_square: float = 0.0  # what is released beside the gradient (counts) adds to 1/z^2 of the step
 
     def __post_init__(self) -> None:

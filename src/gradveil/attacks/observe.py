@@ -126,6 +126,7 @@ def _private(
         strategy=plan.strategy.name,
         sensitivity_rule=plan.sensitivity_rule,
         whitening=whitening,
+        gamma=rule.gamma,
         side_inverse_square=rule.side_inverse_square,
     )
     sums = _clipped_sums(model, x, y, known, harvest)

@@ -66,6 +66,7 @@ class _Account:
 @click.option("--steps", type=int, help="Training steps T.")
 @click.option("--delta", type=float, help="[default: 1e-5, or the run's]")
 @click.option("--layers", type=int, help="Layers that are clipped apart, each at C.  [default: 1]")
+@click.option("--count-noise", type=float, help="Noise on the counts of quantile-clip and dyn-private, charged too.")
 @click.option("--sampling", type=SAMPLERS, help="[default: poisson]")
 @click.option("--population", type=int, help="Number of examples; for fixed-size batches.  [default: very many]")
 @click.option("--decay", type=click.Choice(list(schedules.DECAYS)), help="Shape of sigma's decay.")
@@ -121,10 +122,11 @@ def _of_parameters(flags: dict[str, Any], kappas: Sequence[float]) -> _Account:
     end = flags.get("sigma_end", None if decay is None else SIGMA_END_RATIO * sigma)
     schedule = accounting.sigma_schedule(sigma, steps=steps, decay=decay, end=end)
     sigmas = accounting.sigmas_of(schedule, steps)
-    names = ("sample_rate", "layers", "sampling", "population")
+    names = ("sample_rate", "layers", "sampling", "population", "count_noise")
     setting = accounting.Setting(**{n: flags[n] for n in names if n in flags})
     noise = f"sigma = {sigma:g}" if decay is None else f"sigma = {sigma:g} to {end:g}, {decay}"
     layers = f", {setting.layers} layers" if setting.layers > 1 else ""
+    layers += f", counts noised by {setting.count_noise:g}" if setting.count_noise is not None else ""
     return _Account(
         title=f"{noise}, q = {setting.sample_rate:g}, T = {steps}, {setting.sampling}{layers}",
         delta=delta,

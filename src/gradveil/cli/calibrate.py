@@ -30,6 +30,7 @@ _VIEW_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 @click.option("--accountant", default="PLD", show_default=True, help="PLD, RDP; BaseC, AdvC, OptC, zCDP, MA.")
 @click.option("--neighbours", help="add-remove or replace-one.  [default: the sampler's]")
 @click.option("--layers", type=int, default=1, help="Layers that are clipped apart, each at C.  [default: 1]")
+@click.option("--count-noise", type=float, help="Noise on the counts of quantile-clip and dyn-private, charged too.")
 @click.option("--sampling", type=SAMPLERS, default="poisson", show_default=True)
 @click.option("--population", type=int, help="Number of examples; for fixed-size batches.  [default: very many]")
 @click.option("--decay", type=click.Choice(list(schedules.DECAYS)), help="Shape of sigma's decay.")
@@ -49,7 +50,7 @@ def command(plot: Path | None, details: bool, as_json: bool, **given: Any) -> No
 
     if plot is not None:
         _plots.check_file(plot)
-    names = ("sample_rate", "layers", "sampling", "population")
+    names = ("sample_rate", "layers", "sampling", "population", "count_noise")
     setting = accounting.Setting(**{n: given[n] for n in names})
     target = _target(given, setting)
     found, what = _find(given, target, setting)

@@ -64,6 +64,7 @@ class Clipper:
         self.bounds = tuple(bounds)
         self.padding: Padding | None = None  # of the coming passes
         self.whitening: Whitening | None = None
+        self.gamma: float | None = None  # where given, an example's gradient g counts as C g / (|g| + gamma)
         self.units = find_units(module, groups)
         self.harvest = Harvest(len(groups))
         self._current: Pass | None = None  # in its forward
@@ -155,7 +156,7 @@ class Clipper:
             self._watch.model_checked = True
             self._check_model(module, args, kwargs, batch)
         self._current = Pass(batch, empty=False, padding=self.padding)
-        if self._layers is not None and self.padding is None and self.whitening is None:
+        if self._layers is not None and self.padding is None and self._only_clips:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
         return None
 
@@ -164,6 +165,11 @@ class Clipper:
         """The pass whose layers may run in C++, while the model is called."""
         current = self._current
         return None if current is None or current.library is None or self._quiet else current
+
+    @property
+    def _only_clips(self) -> bool:
+        """Whether an example's weight is min(1, C / norm), as compiled kernels have it."""
+        return self.whitening is None and self.gamma is None
 
     def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
         """Layers of this pass may run in C++: nothing is padded, and nothing whitened."""
@@ -435,8 +441,8 @@ class Clipper:
         return weigh
 
     def _kernel_sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
-        """By a compiled kernel, where one fits: one group, nothing whitened, real examples."""
-        if self.whitening is not None or current.empty or len(set(unit.group_of)) != 1:
+        """By a compiled kernel, where one fits: one group, nothing whitened or normalised, real examples."""
+        if not self._only_clips or current.empty or len(set(unit.group_of)) != 1:
             return None
         group = unit.group_of[0]
         if use.device.type == "cuda":
@@ -464,11 +470,16 @@ class Clipper:
         return self.bounds[group] * inside(dtype)
 
     def _weigh_group(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice = _ALL) -> Tensor:
-        """min(1, C / norm) per example; 0 for a norm that is not finite, for padding, and for an empty batch."""
+        """min(1, C / norm) per example, or C / (norm + gamma); 0 where the norm is not finite, for padding, and for an
+        empty batch.
+        """
         if current.empty:
             return torch.zeros_like(norms)
         bound: float | Tensor = self._bounds_on(norms.device).exact_of[group] if norms.is_cuda else self.bounds[group]
-        weights = (bound * inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        if self.gamma is None:
+            weights = (bound * inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+        else:
+            weights = (bound * inside(dtype) / (norms + self.gamma)).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
         self.harvest.note(group, norms, weights, bound)

@@ -31,8 +31,11 @@ def clipped_sums(
     *,
     groups: Sequence[Group],
     bounds: Sequence[float],
+    gamma: float | None = None,
 ) -> Reference:
     """Clip each example's gradient of its own loss to ``bounds`` per group and add them up.
+
+    With ``gamma`` a gradient g is normalised instead: bound * g / (|g| + gamma).
 
     ``loss_fn(output, target)`` is called on batches of one, so its reduction does not matter. A gradient
     that is not finite counts as zero. The module is copied first: an attached engine plays no part.
@@ -51,7 +54,10 @@ def clipped_sums(
             norms[i, j] = norm
             if not torch.isfinite(norm):
                 continue
-            factor = min(1.0, bound / float(norm)) if norm > 0 else 1.0
+            if gamma is not None:
+                factor = bound / (float(norm) + gamma)
+            else:
+                factor = min(1.0, bound / float(norm)) if norm > 0 else 1.0
             for name in group.parameters:
                 sums[name] += factor * grads[name]
     return Reference(sums, norms)

@@ -7,11 +7,11 @@ for all: that choice is charged to nobody, and is said here.
 
 from __future__ import annotations
 
-import math
 import statistics
 from functools import lru_cache
 from typing import Any
 
+from gradveil import strategies
 from gradveil.accounting import Setting, Target, calibrate_sigma
 from gradveil.data import CATALOGUE
 from gradveil.experiments.cells import Cell
@@ -21,7 +21,7 @@ from gradveil.experiments.experiment import Experiment, Found, share
 from gradveil.experiments.plan import Plan
 from gradveil.strategies import SIGMA_END_RATIO
 
-STRATEGIES = ("baseline", "dyn-s-decay", "dyn-sigma", "dyn-sigma-decay", "quantile-clip", "adaclip")
+STRATEGIES = tuple(name for name in strategies.names() if strategies.get(name).guarantee == "proved")
 LAYERS = 3  # of the paper's networks, clipped apart
 CLIP = 4.0
 
@@ -37,25 +37,26 @@ def rates(plan: Plan) -> tuple[float, ...]:
 
 
 @lru_cache
-def _sigma(epsilon: float, q: float, steps: int, decay: str | None) -> float:
-    """Of a whole release, at the start: its noise relative to what one example moves it by."""
+def _sigma(epsilon: float, q: float, steps: int, decay: str | None, count_noise: float | None = None) -> float:
+    """Of each layer, at the start."""
     ratio = None if decay is None else SIGMA_END_RATIO
-    setting = Setting(sample_rate=q)
+    setting = Setting(sample_rate=q, layers=LAYERS, count_noise=count_noise)
     return calibrate_sigma(Target(epsilon=epsilon), setting, steps=steps, decay=decay, ratio=ratio).sigma
 
 
 def noise(strategy: str, epsilon: float, steps: int, batch: int, examples: int) -> dict[str, Any]:
     """The settings of a strategy that spend that epsilon, and no more."""
-    decay = "exponential" if strategy.startswith("dyn-sigma") else None
-    joint = _sigma(epsilon, batch / examples, steps, decay)
-    sigma = joint * math.sqrt(LAYERS)
+    chosen = strategies.get(strategy)
+    decay = "exponential" if chosen.noise == "decay" else None
+    sigma = _sigma(epsilon, batch / examples, steps, decay)
+    settings: dict[str, Any] = {}
+    if chosen.bounds in ("private-quantile", "private-estimate"):
+        counts = max(batch / 20.0, 5.0 * sigma)  # charged too: what is left is the gradient's
+        sigma = _sigma(epsilon, batch / examples, steps, decay, counts)
+        settings = {"options": {"count_noise": counts}}
     if decay is not None:
-        return {"sigma": sigma, "sigma_decay": decay, "sigma_end": sigma * SIGMA_END_RATIO}
-    if strategy != "quantile-clip":
-        return {"sigma": sigma}
-    counts = max(batch / 20.0, 5.0 * sigma)  # charged too: what is left is the gradient's
-    left = 1.0 / joint**2 - LAYERS / (2.0 * counts) ** 2
-    return {"sigma": math.sqrt(LAYERS / left), "options": {"count_noise": counts}}
+        settings |= {"sigma_decay": decay, "sigma_end": sigma * SIGMA_END_RATIO}
+    return {"sigma": sigma, **settings}
 
 
 def runs(plan: Plan, dataset: str, strategy: str, epsilon: float, lr: float) -> list[Cell]:

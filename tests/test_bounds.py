@@ -1,0 +1,145 @@
+"""Bounds that are estimated, and gradients that are normalised: what each example counts for, and what is charged."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gradveil import strategies
+from gradveil.accounting import proved_epsilon
+from gradveil.bounds import EstimatedBounds, NormalisedBounds
+from gradveil.clipping import Clipper, clipped_sums, make_groups
+from gradveil.errors import ConfigError
+from gradveil.records import SideRelease
+from loops import dataset, network, run, start
+
+QUIET = {"count_noise": 1.0}  # enough for a test to see what the counts say
+
+
+def estimate(*, clip=4.0, steps=200, batch_size=600.0, groups=2, **options):
+    plan = strategies.parameters("dyn-private", steps=steps, clip=clip, sigma=6.0)
+    return EstimatedBounds(plan, [None] * groups, batch_size=batch_size, **options)
+
+
+def follow(rule, norms, steps):
+    """The rule on batches of these norms, counted without noise."""
+    for step in range(steps):
+        within = [
+            float((norms[g] <= bound).mean() - 0.5) * rule.batch_size for g, bound in enumerate(rule.bounds(step))
+        ]
+        rule.learn((SideRelease(name="counts", values=tuple(within), sensitivity=1.0, noise_std=1.0),), {}, 6.0, 600.0)
+    return rule
+
+
+@pytest.mark.parametrize("start_at", [0.01, 1.0, 4.0, 32.0, 500.0])
+def test_where_an_estimate_starts_is_forgotten(start_at):
+    norms = np.random.default_rng(0).lognormal(mean=[[0.0], [1.0]], sigma=0.6, size=(2, 5000))
+    found = follow(estimate(clip=start_at, steps=10_000), norms, 300).bounds(300)
+    assert found == pytest.approx(np.quantile(norms, 0.9, axis=1), rel=0.05)
+
+
+def test_most_of_the_way_is_made_in_a_few_steps():
+    norms = np.full((1, 100), 2.0)
+    rule = follow(estimate(clip=32.0, steps=10_000, groups=1), norms, 60)
+    assert rule.bounds(60)[0] < 3.0
+
+
+def test_no_bound_is_above_the_ceiling_and_the_ceiling_decays():
+    rule = estimate(clip=4.0, steps=101, ceiling=8.0, groups=1)
+    assert (rule.ceiling(0), rule.ceiling(50), rule.ceiling(100)) == pytest.approx((8.0, 6.0, 4.0))
+    follow(rule, np.full((1, 100), 1000.0), 100)
+    assert rule.bounds(100) == (rule.ceiling(100),)
+    follow(rule, np.full((1, 100), 1e-3), 1)  # it goes on from the bound that was used, not from far above it
+    assert rule.bounds(101)[0] < rule.ceiling(100)
+
+
+def test_noise_of_one_count_hardly_moves_a_bound():
+    small = estimate(batch_size=22.0, groups=1)  # counts of a batch of 22 are noised by 30
+    before = small.bounds(0)[0]
+    value = (0.9 - 0.5) * 22.0 + small.count_noise  # at the quantile, one standard deviation off
+    small.learn((SideRelease(name="counts", values=(value,), sensitivity=0.5, noise_std=30.0),), {}, 6.0, 22.0)
+    assert small.bounds(1)[0] == pytest.approx(before * math.exp(-0.05))
+
+
+def test_a_ceiling_below_the_start_is_refused():
+    with pytest.raises(ConfigError, match=r"ceiling is 2\.0, below the clip bound 4\.0"):
+        estimate(ceiling=2.0)
+
+
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("strategy", ["dyn-private", "dyn-private-sigma"])
+def test_clip_and_noise_follow_the_estimate_and_the_counts_are_charged(strategy, clipping):
+    engine, model, opt, loader = start(
+        strategy=strategy, clip=5.0, sigma=1.0, steps=60, batch_size=60, lr=0.0, clipping=clipping, options=QUIET
+    )
+    run(engine, model, opt, loader)
+    groups = len(engine.groups)
+    x, y = dataset().tensors
+    norms = clipped_sums(model, F.cross_entropy, x, y, groups=engine.groups, bounds=[1.0] * groups).norms
+    final = np.mean([r.clip for r in engine.releases[-20:]], axis=0)
+    assert final == pytest.approx(norms.quantile(0.9, dim=0).tolist(), rel=0.2)
+    for release in engine.releases:
+        assert release.scale_is_public
+        assert release.noise_std == tuple(release.sigma * c for c in release.clip)
+        joint = groups / release.sigma**2 + groups / (2 * 1.0) ** 2
+        assert release.multiplier == pytest.approx(joint**-0.5)
+    assert math.isfinite(proved_epsilon(engine.header, engine.releases).epsilon)
+
+
+def test_an_estimate_goes_on_from_a_checkpoint():
+    rule = follow(estimate(), np.full((2, 100), 2.0), 17)
+    other = estimate()
+    other.load_state_dict(rule.state_dict())
+    assert follow(other, np.full((2, 100), 3.0), 5).bounds(22) == follow(rule, np.full((2, 100), 3.0), 5).bounds(22)
+
+
+# ---- normalised gradients
+
+
+@pytest.mark.parametrize("gamma", [0.01, 3.0])
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+def test_normalised_sums_are_those_of_one_example_at_a_time(clipping, gamma):
+    model = network().double()
+    x, y = dataset().tensors
+    x = x.double()
+    groups = make_groups(model, clipping)
+    expected = clipped_sums(model, F.cross_entropy, x, y, groups=groups, bounds=[1.0] * len(groups), gamma=gamma)
+    clipper = Clipper(model, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
+    clipper.gamma = gamma
+    F.cross_entropy(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected.sums[name], rtol=1e-9, atol=1e-12)
+    for g in range(len(groups)):
+        largest = float((expected.norms[:, g] / (expected.norms[:, g] + gamma)).max())
+        assert clipper.harvest.largest(g) == pytest.approx(largest)
+    clipper.detach()
+
+
+def test_normalised_gradients_of_any_length_count_for_less_than_one():
+    engine, model, opt, _ = start(strategy="normalised", steps=3, sigma=2.0)
+    x, y = dataset().tensors
+    for scale in (1e-6, 1.0, 1e6):
+        opt.zero_grad()
+        engine._clipper.start_step()
+        (scale * F.cross_entropy(model(x), y)).backward()
+        assert all(engine._clipper.harvest.largest(g) < 1.0 for g in range(len(engine.groups)))
+    engine.detach()
+
+
+def test_normalised_has_no_clip_bound():
+    engine, model, opt, loader = start(strategy="normalised", steps=3, sigma=2.0, clip=7.0)
+    run(engine, model, opt, loader)
+    assert {c for r in engine.releases for c in r.clip} == {1.0}
+    assert {s for r in engine.releases for s in r.noise_std} == {2.0}
+    assert engine.releases[0].multiplier == pytest.approx(2.0 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("gamma", [0.0, -1.0, math.inf])
+def test_gamma_is_positive(gamma):
+    plan = strategies.parameters("normalised", steps=3, sigma=1.0)
+    with pytest.raises(ConfigError, match="no direction"):
+        NormalisedBounds(plan, [None], gamma=gamma)
