@@ -1,5 +1,6 @@
 """A captured step is the eager one: the same samples, noise, releases and, to rounding, weights."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from gradveil.captured import _per_example
 from gradveil.errors import ConfigError
 
 
-def begin(device="cuda", *, batch_size=20, clipping="per-layer", strategy="baseline", physical=None, seed=3, lr=0.01):
+def begin(
+    device="cuda", *, batch_size=20, clipping="per-layer", strategy="baseline", physical=None, seed=3, lr=0.01, **more
+):
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.GroupNorm(2, 8), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 10)
@@ -24,7 +27,9 @@ def begin(device="cuda", *, batch_size=20, clipping="per-layer", strategy="basel
     y = torch.randint(0, 10, (400,), generator=generator).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
     settings = {} if strategy == "non-private" else {"clip": 1.0, "sigma": 1.0, "allow_unproved": True}
-    engine = gradveil.PrivacyEngine(strategy=strategy, steps=100, delta=1e-4, seed=seed, clipping=clipping, **settings)
+    engine = gradveil.PrivacyEngine(
+        strategy=strategy, steps=100, delta=1e-4, seed=seed, clipping=clipping, **settings, **more
+    )
     _, _, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
@@ -200,6 +205,41 @@ def test_a_step_broken_off_while_it_runs_is_in_the_ledger(device, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         step(*next(batches))
     assert len(engine.releases) == 7
+
+
+def test_a_captured_run_goes_back_to_a_checkpoint(device, tmp_path):
+    """Steps that are redone repeat themselves bit for bit, and the run ends where it would have."""
+
+    def go(until, resumed=None):
+        engine, model, _, loader = begin(device, run_dir=tmp_path / "run", resume=resumed is not None)
+        if resumed is not None:
+            model.load_state_dict(resumed[0])
+            engine.optimizer.load_state_dict(resumed[1])
+            engine.load_state_dict(resumed[2])
+        step = gradveil.capture(engine, F.cross_entropy)
+        kept = None
+        for x, y in loader:
+            step(x, y)
+            if engine.step == 20 and kept is None:
+                kept = copy.deepcopy((model.state_dict(), engine.optimizer.state_dict(), engine.state_dict()))
+            if engine.step == until:
+                break
+        engine.commit()
+        return engine, weights(model), kept
+
+    _, _, kept = go(40)
+    resumed, found, _ = go(60, kept)
+    assert len(resumed.releases) == 80  # 20 of them twice
+    by_step = {}
+    for release in resumed.releases:
+        assert by_step.setdefault(release.step, release.digest) == release.digest
+    engine, model, _, loader = begin(device)
+    step = gradveil.capture(engine, F.cross_entropy)
+    for x, y in loader:
+        step(x, y)
+        if engine.step == 60:
+            break
+    assert torch.equal(weights(model), found)
 
 
 def test_a_batch_that_did_not_come_from_the_loader_proves_nothing(device):

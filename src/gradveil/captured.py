@@ -37,6 +37,7 @@ from gradveil.clipping.passes import Padding
 from gradveil.errors import ConfigError
 from gradveil.kernels import cuda
 from gradveil.randomness import add_drawn_noise
+from gradveil.records import Release
 from gradveil.release import StepFacts, noise_scale, record
 
 if TYPE_CHECKING:
@@ -329,6 +330,7 @@ class _Finish(_Piece):
         self._table: tuple[Tensor, Tensor] | None = None  # where the gradients are: on the host, on the device
         self._own_table: Tensor | None = None  # of the graph about to be captured
         self._changes = 0
+        self._redone: Release | None = None
 
     def prepare(self) -> bool:
         """Before the last part: check the step, write it down, draw its noise.
@@ -343,21 +345,25 @@ class _Finish(_Piece):
             return True
         if not isinstance(engine.rule, ScheduledBounds) or plan.sensitivity_rule != "clip":
             return False
-        if engine.has_been_released(engine.step):
-            return False  # a step that is redone is compared before anything is updated
         sampler = engine.check_step(self.gathered)
         bounds, rate, size = engine.rule.bounds(engine.step), engine.sampling.rate, float(engine.sampling.batch_size)
         scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, {}, size))
         release = record(engine.step, plan, scale, sampler=sampler, sample_rate=rate, batch_size=size)
-        engine.note_release(release, digest_follows=engine.is_seeded)
         self._set_scale(scale.stds[0])  # one schedule for all groups
         self._generator.manual_seed(engine.noise().device_seed(self.device))
         torch.randn(len(self._draw), device=self.device, generator=self._generator, out=self._draw)
+        if engine.has_been_released(engine.step):
+            self._redone = release  # compared with what was released before, and only then used
+            return False
+        engine.note_release(release, digest_follows=engine.is_seeded)
         return True
 
     def conclude(self, finished: bool) -> None:
         """After the last part: make ready for the next step, and do what was not captured."""
         engine = self.engine
+        if self._redone is not None:
+            self._redo(self._redone)
+            return
         if not finished:
             engine.release_gathered(self.gathered)
             engine.update()
@@ -371,6 +377,18 @@ class _Finish(_Piece):
         if not self._updates():
             engine.update()
 
+    def _redo(self, release: Release) -> None:
+        """A step that was released before, noised as a graph does it: it must be the same bit for bit."""
+        self._redone = None
+        with torch.no_grad():
+            self._add_noise(self._gradients(), float(self.engine.sampling.batch_size))
+        self.engine.note_release(self.engine.compared(release))
+        self.engine.take_step(self.gathered)
+        self.engine.update()
+
+    def _gradients(self) -> list[Tensor]:
+        return [self.engine.parameters[name].grad for name in self.engine.noise_order]  # type: ignore[misc]
+
     def _set_scale(self, value: float) -> None:
         if value != self._set:
             self._scale.copy_(torch.tensor(value, pin_memory=self._scale.is_cuda), non_blocking=True)
@@ -378,7 +396,7 @@ class _Finish(_Piece):
 
     def work(self) -> None:
         engine = self.engine
-        grads: list[Tensor] = [engine.parameters[name].grad for name in engine.noise_order]  # type: ignore[misc]
+        grads = self._gradients()
         with torch.no_grad():
             if engine.plan.strategy.is_private:
                 self._add_noise(grads, float(engine.sampling.batch_size))

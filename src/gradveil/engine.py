@@ -389,10 +389,17 @@ class PrivacyEngine:
             sample_rate=self.sampling.rate,
             batch_size=float(self.sampling.batch_size),
         )
-        if self._run_key.seeded:
-            release = replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
-        self.note_release(release)
+        self.note_release(self.compared(release))
         self.take_step(harvest)
+
+    def compared(self, release: Release) -> Release:
+        """The release of gradients that are noised, with their digest in a seeded run.
+
+        Refused where the step was released before and is another now.
+        """
+        if not self._run_key.seeded:
+            return release
+        return replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
 
     def noise(self) -> NoiseSource:
         """The noise of the current step."""

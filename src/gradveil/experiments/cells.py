@@ -4,7 +4,7 @@ A cell is its kind and its settings, and these decide its result. Two experiment
 cell's name is a hash of both. Where a cell is run (device, folder of the data) is not part of it, except where time is
 what is measured.
 
-    train    one private or plain training run, in a run directory that can be resumed
+    train    one private or plain training run, in a run directory
     attack   one attack on victims of a data set (gradveil.attacks.trial)
     time     seconds per step of a short run
 """
@@ -91,13 +91,9 @@ def _train(settings: Result, folder: Path, place: Place) -> Result:
     from gradveil.config import RunConfig
 
     where, seed = folder / "run", settings.pop("seed")
-    if (where / "config.toml").exists():
-        ended = training.resume(where, seed=seed)
-    else:
-        shutil.rmtree(where, ignore_errors=True)  # killed before it was a run
-        config = RunConfig.check({**settings, "device": place.device, "data_dir": place.data_dir})
-        ended = training.train(config, run_dir=where, seed=seed)
-    return _told(ended)
+    shutil.rmtree(where, ignore_errors=True)  # one that was broken off begins anew: resumed, it would be charged twice
+    config = RunConfig.check({**settings, "device": place.device, "data_dir": place.data_dir})
+    return _told(training.train(config, run_dir=where, seed=seed))
 
 
 def _told(ended: Any) -> Result:

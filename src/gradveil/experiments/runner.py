@@ -51,7 +51,7 @@ class Store:
         return dict(json.loads(path.read_text())) if path.exists() else None
 
     def run(self, cells: Iterable[Cell], workers: Workers, told: Told | None = None) -> dict[str, Result]:
-        """Results by key. Broken off, it goes on where it was: finished cells are not run again, runs are resumed."""
+        """Results by key. Broken off, it goes on where it was: finished cells are not run again."""
         wanted = {cell.key: cell for cell in cells}
         found = {key: result for key, cell in wanted.items() if (result := self.get(cell)) is not None}
         missing = [cell for key, cell in wanted.items() if key not in found]
