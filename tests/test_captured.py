@@ -94,7 +94,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(captured.CapturedStep, "_eagerly", lambda self, pieces: _here(pieces))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
-    def add_to(self, grads, stds, *, divide_by):  # the noise of a GPU
+    def add_to(self, grads, stds, *, divide_by, owned=None):  # the noise of a GPU
         randomness.add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
 
     monkeypatch.setattr(randomness.NoiseSource, "add_to", add_to)

@@ -66,6 +66,8 @@ class CapturedStep:
     """What :func:`capture` returns: call it with a batch."""
 
     def __init__(self, engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> None:
+        if engine.ranks.several and not engine.plan.strategy.is_private:
+            raise ConfigError("plain training over several processes is not captured: train eagerly.")
         if not engine.is_set_up:
             raise ConfigError("the engine has no run yet: call make_private before gradveil.capture.")
         self.engine, self.loss = engine, _per_example(loss)
@@ -340,6 +342,8 @@ class _Finish(_Piece):
         """
         engine, plan = self.engine, self.engine.plan
         self._note_settings()
+        if engine.ranks.several:
+            return False  # gradients are added up over the ranks first
         if not plan.strategy.is_private:
             self._set_scale(1.0 / max(self.gathered.examples, 1))
             return True

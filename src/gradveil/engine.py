@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
+from gradveil import ranks as processes
 from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
 from gradveil.clipping.passes import Padding
 from gradveil.clipping.taps import Followed, ModelHook
@@ -162,6 +164,7 @@ class PrivacyEngine:
         self.step = 0
         self._sampling_name, self._resume = sampling, resume
         self._key = SecretKey(seed)
+        self.ranks = processes.current()
         self._handles: list[Any] = []
         self._clipper: Clipper | None = None
         self._ledger: Ledger | None = None
@@ -173,7 +176,8 @@ class PrivacyEngine:
         self._awaited: AwaitedRelease | None = None
         self.loops = 0  # over the loader
         self._generators: dict[torch.device, torch.Generator] = {}
-        if self.run_dir is not None and not resume and (self.run_dir / ledgers.FILE_NAME).exists():
+        exists = self.run_dir is not None and self.ranks.is_first and (self.run_dir / ledgers.FILE_NAME).exists()
+        if exists and not resume:
             raise RunDirectoryError(
                 f"{self.run_dir} holds a ledger already: a run directory belongs to one run, and a ledger is never "
                 "overwritten. Give another run_dir, or resume that run."
@@ -204,9 +208,10 @@ class PrivacyEngine:
         """
         if self._ledger is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
+        inner = processes.unwrapped(module)
         source = source_of(data_loader, batch_size)
         size = source.batch_size
-        if any(isinstance(vars(child).get("forward"), Followed) for child in module.modules()):
+        if any(isinstance(vars(child).get("forward"), Followed) for child in inner.modules()):
             raise ConfigError(
                 "this model is private already, under another engine. Call detach() on that engine first."
             )
@@ -218,10 +223,11 @@ class PrivacyEngine:
                 "mechanism that publishes one example outright would pass. Give a smaller delta."
             )
         if self.plan.strategy.is_private:
-            check_optimizer(module, optimizer)
-        self.module, self.optimizer, self.physical_batch_size = module, optimizer, physical_batch_size
-        self.groups: tuple[Group, ...] = make_groups(module, self.clipping)
-        self.parameters: dict[str, nn.Parameter] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            check_optimizer(inner, optimizer)
+        self.module, self.optimizer, self.physical_batch_size = inner, optimizer, physical_batch_size
+        self._join(module)
+        self.groups: tuple[Group, ...] = make_groups(inner, self.clipping)
+        self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
         if self.plan.strategy.is_private:
             self.rule = bound_rules.make_rule(
                 self.plan,
@@ -230,13 +236,13 @@ class PrivacyEngine:
                 batch_size=float(size),
                 options=self.options,
             )
-            self._clipper = Clipper(module, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
+            self._clipper = Clipper(inner, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
             self._clipper.whitening, self._clipper.gamma = self.rule.whitening, self.rule.gamma
         self._open_ledger()
         self._batch = BatchGuard(self.sampling.name)
         self._handles += [
             optimizer.register_step_pre_hook(ModelHook(self._before_step)),
-            module.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
+            inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
         ]
         loader = PrivateLoader(
             dataset=source.dataset,
@@ -250,6 +256,20 @@ class PrivacyEngine:
             like=source.like,
         )
         return module, optimizer, loader
+
+    def _join(self, given: nn.Module) -> None:
+        """Where there are several ranks: the same key and weights on all; gradients are added up by the engine."""
+        if not self.ranks.several:
+            return
+        if not self._key.seeded:
+            self._key = self._key.told(self.ranks.from_first)
+        self.ranks.check_same("the seed", self._key.device_seed("same on all ranks").__repr__())
+        self.ranks.copy_first(self.module)
+        if isinstance(given, DistributedDataParallel):
+            processes.silence(given)
+        self._handles.append(
+            self.module.register_forward_pre_hook(ModelHook(lambda module, *_: processes.silence_active(module)))
+        )
 
     def _header(self, side: float) -> RunHeader:
         return RunHeader(
@@ -290,6 +310,20 @@ class PrivacyEngine:
         published = self._unproved(self.sampling.name, self.plan)
         self._budget = BudgetGuard(self.budget, self.plan, len(self.groups), side, published=published)
         self._budget.check_plan(header)
+        self.ranks.check_same("the run", header.salt)
+
+        def begin() -> tuple[RunHeader, tuple[Release, ...]]:
+            self._ledger = self._begun_ledger(header)
+            return self._ledger.header, tuple(self._ledger.releases)
+
+        kept = self.ranks.from_first(begin)
+        if self._ledger is None:  # the first rank's is on disk, and this one goes along in memory
+            self._ledger = Ledger.beside(*kept)
+        self._run_key = self._key.bound_to(self._ledger.header.salt)
+        self._repeat = RepeatGuard(self._ledger.releases)
+        atexit.register(_commit, self._ledger)
+
+    def _begun_ledger(self, header: RunHeader) -> Ledger:
         path = None
         if self.run_dir is not None:
             try:
@@ -297,17 +331,13 @@ class PrivacyEngine:
             except OSError as error:
                 raise RunDirectoryError(f"{self.run_dir} cannot be made: {error.strerror}. Give another one.") from None
             path = self.run_dir / ledgers.FILE_NAME
-        if path is not None and self._resume:
-            self._ledger = Ledger.resume(path, header)
-        else:
-            self._ledger = Ledger(header, path)
-        self._run_key = self._key.bound_to(self._ledger.header.salt)
-        self._repeat = RepeatGuard(self._ledger.releases)
-        atexit.register(_commit, self._ledger)
+        return Ledger.resume(path, header) if path is not None and self._resume else Ledger(header, path)
 
     # ---- the loop
 
     def _draw(self, step: int) -> Indices:
+        if self.ranks.several:
+            return self.sampling.draw(self._run_key, step, self.ranks.share(self.sampling.population))
         indices = self.sampling.draw(self._run_key, step)
         again = 0
         while not len(indices) and not self.plan.strategy.is_private:
@@ -355,18 +385,29 @@ class PrivacyEngine:
         # Without clipping, .grad is that of the user's loss: the mean of parts weighs each by its size.
         weighs = not self.plan.strategy.is_private and self.loss_reduction == "mean"
         weight = float(self._batch.ticket.size) if weighs else 1.0
+        if not weight:  # the mean loss of no example is not a number, and its gradient nothing to keep
+            for parameter in self.parameters.values():
+                parameter.grad = None
         self._parts.put_aside(self.parameters.values(), weight=weight)
 
     def _average_parts(self) -> None:
-        if not self._parts:
+        """Of plain training: the gradient of the mean loss over the whole batch, its parts and ranks."""
+        if not (self._parts or self.ranks.several):
             return
-        assert self._batch.ticket is not None
+        if self._batch.ticket is None:
+            raise ConfigError(
+                "over several processes a batch must come from the loader that make_private returned: it says how many "
+                "examples each process has."
+            )
         self._put_aside_part()
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter) if self.ranks.several else None
         self._parts.take_up()
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.ranks.add_up(grads)
         if self.loss_reduction == "mean":
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad /= self._batch.ticket.drawn
+            (drawn,) = self.ranks.total([self._batch.ticket.drawn], next(iter(self.parameters.values())))
+            torch._foreach_div_(grads, max(drawn, 1.0))
 
     def _release(self) -> None:
         """Noise on the gradients, and its record."""
@@ -383,14 +424,20 @@ class PrivacyEngine:
             rule=self.rule,
             groups=self.groups,
             parameters=self.parameters,
-            harvest=harvest,
+            harvest=self._of_all_ranks(harvest),
             noise=self.noise(),
             sampler=sampler,
             sample_rate=self.sampling.rate,
             batch_size=float(self.sampling.batch_size),
+            ranks=self.ranks,
         )
         self.note_release(self.compared(release))
         self.take_step(harvest)
+
+    def _of_all_ranks(self, harvest: Harvest) -> Harvest:
+        if not self.looks_at_norms:
+            return harvest
+        return self.ranks.combined(harvest, len(self.groups), next(iter(self.parameters.values())))
 
     def compared(self, release: Release) -> Release:
         """The release of gradients that are noised, with their digest in a seeded run.
@@ -615,7 +662,7 @@ class PrivacyEngine:
         self.step = int(state["step"])
         if not self._run_key.seeded:
             # Steps already released may come again: with a new key, noise and samples are independent of theirs.
-            self._run_key = SecretKey()
+            self._run_key = SecretKey().told(self.ranks.from_first)
         self._repeat = RepeatGuard(self._open().releases)
         self._budget.reconsider()
         if self._clipper is not None:

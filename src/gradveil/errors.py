@@ -9,7 +9,8 @@
     ├── PrivacyViolation        a use of the engine that would break the stated bound (2)
     ├── RunDirectoryError       a run directory that exists, is missing, or does not fit (2)
     ├── BudgetExhausted         the next step would overspend; raised before the step (3)
-    └── LedgerError             a ledger that cannot be trusted; carries the line number (4)
+    ├── LedgerError             a ledger that cannot be trusted; carries the line number (4)
+    └── RankLost                another process of the run does not answer (5)
 
 A message states the fact (with the value), why it matters, and the fix.
 """
@@ -71,6 +72,12 @@ class BudgetExhausted(GradveilError, RuntimeError):
     """The next step would spend more than was allowed. Raised before the step."""
 
     exit_code = 3
+
+
+class RankLost(GradveilError, RuntimeError):
+    """Another process of a run over several does not answer any more."""
+
+    exit_code = 5
 
 
 class LedgerError(GradveilError):

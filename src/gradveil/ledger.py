@@ -229,6 +229,13 @@ class Ledger:
         self.commit()
         return self
 
+    @classmethod
+    def beside(cls, header: RunHeader, releases: Sequence[Release]) -> Ledger:
+        """In the memory of another process of the same run; on disk is the first one's."""
+        self = cls.__new__(cls)
+        self._set(header, None, releases, length=len(releases) + 1, head=_GENESIS, size=0)
+        return self
+
     def _write_over_torn_line(self) -> None:
         """Put the charge where the half-written line is, and only then cut off what is left of it."""
         assert self.path is not None

@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -59,6 +59,12 @@ class SecretKey:
 
     def __reduce__(self) -> str:
         raise TypeError("a SecretKey is not written to files; a seeded run keeps its seed in secret.json (mode 0600)")
+
+    def told(self, tell: Callable[[Callable[[], bytes]], bytes]) -> SecretKey:
+        """The key of several processes: ``tell`` gives every one of them what it is called with on the first."""
+        same = SecretKey.__new__(SecretKey)
+        same._key, same.seeded = tell(lambda: self._key), self.seeded
+        return same
 
     def bound_to(self, salt: str) -> SecretKey:
         """The key of one run: two runs with one seed, but other settings, share neither noise nor samples.
@@ -187,7 +193,7 @@ class NoiseSource:
                 draw = torch.zeros(tensor.shape, dtype=dtype)
                 self._add_by_kernel(kernels, [draw], [1.0], divide_by=1.0)
                 return draw
-            draw = torch.from_numpy(self._cpu_normals(tensor.numel(), dtype)).view(tensor.shape)
+            draw = torch.from_numpy(self._cpu_normals([tensor.numel()], dtype)[0]).view(tensor.shape)
         else:
             generator = self._on_device(tensor.device)
             draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
@@ -195,7 +201,7 @@ class NoiseSource:
 
     def device_seed(self, device: torch.device) -> int:
         """What this step's generator on a GPU is seeded with; as secret as the key."""
-        return self._key.device_seed(f"noise-{device}", self._step)
+        return self._key.device_seed(f"noise-{device.type}", self._step)  # the same on every GPU of a run
 
     def _on_device(self, device: torch.device) -> torch.Generator:
         generator = self._cuda.get(device)
@@ -207,8 +213,16 @@ class NoiseSource:
             self._cuda[device] = generator
         return generator
 
-    def add_to(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
-        """In place, each gradient g becomes (g + std z) / divide_by with z independent N(0, 1), drawn in order."""
+    def add_to(
+        self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float, owned: slice | None = None
+    ) -> None:
+        """In place, each gradient g becomes (g + std z) / divide_by with z independent N(0, 1), drawn in order.
+
+        ``owned``: only these get noise, the same as if all did; the others are divided.
+        """
+        if owned is not None and owned != slice(0, len(grads)):
+            self._add_to_owned(grads, stds, divide_by, owned)
+            return
         if grads and grads[0].is_cuda and all(g.dtype == torch.float32 and g.device == grads[0].device for g in grads):
             add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
             return
@@ -217,9 +231,8 @@ class NoiseSource:
             self._add_by_kernel(kernels, grads, stds, divide_by=divide_by)
             return
         if all(grad.is_cpu and grad.dtype == torch.float32 for grad in grads):
-            sizes = [grad.numel() for grad in grads]
-            flat = torch.from_numpy(self._cpu_normals(sum(sizes), torch.float32))
-            draws = [z.view(g.shape) for z, g in zip(flat.split(sizes), grads, strict=True)]
+            drawn = self._cpu_normals([grad.numel() for grad in grads], torch.float32)
+            draws = [torch.from_numpy(z).view(g.shape) for z, g in zip(drawn, grads, strict=True)]
         else:
             draws = [self.wide_normal_like(grad) for grad in grads]
         for grad, std, draw in zip(grads, stds, draws, strict=True):
@@ -227,6 +240,29 @@ class NoiseSource:
                 grad.add_(draw, alpha=std).div_(divide_by)
             else:  # add in float32, round once
                 grad.copy_((grad.float() + std * draw) / divide_by)
+
+    def _add_to_owned(
+        self, grads: Sequence[torch.Tensor], stds: Sequence[float], divide_by: float, owned: slice
+    ) -> None:
+        if grads[0].is_cuda:  # one stream for all: the others' noise is drawn too, and left out
+            mine = range(len(grads))[owned]
+            self.add_to(grads, [std if i in mine else 0.0 for i, std in enumerate(stds)], divide_by=divide_by)
+            return
+        before, after = grads[: owned.start], grads[owned.stop :]
+        self.pass_over(before)
+        self.add_to(grads[owned], stds[owned], divide_by=divide_by)
+        self.pass_over(after)
+        for grad in (*before, *after):
+            grad.div_(divide_by)
+
+    def pass_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Others add these tensors' noise: what is drawn next is what would have been drawn after them."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                self.wide_normal_like(tensor)  # a stream in order: drawn, and left out
+            else:
+                self._tensors += 1
+                self._blocks += -(-tensor.numel() // _BLOCK)
 
     def _add_by_kernel(
         self, kernels: native.Kernels, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float
@@ -244,24 +280,22 @@ class NoiseSource:
         kernels.add_noise(self._cipher_key, numbered, divide_by=divide_by)
         torch.autograd.graph.increment_version(list(grads))  # written to behind torch's back
 
-    def _cpu_normals(self, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-        """Blocks of fixed size, each from its own stream, drawn by as many threads as torch uses."""
+    def _cpu_normals(self, counts: Sequence[int], dtype: torch.dtype) -> list[np.ndarray[Any, Any]]:
+        """Arrays of blocks of fixed size, each block from its own stream, drawn by as many threads as torch uses."""
         wanted: Any = np.float64 if dtype == torch.float64 else np.float32
-        out: np.ndarray[Any, Any] = np.empty(count, dtype=wanted)
-        first = self._blocks
-        blocks = -(-count // _BLOCK)
-        self._blocks += blocks
+        out = [np.empty(count, dtype=wanted) for count in counts]
+        blocks = [array[i : i + _BLOCK] for array in out for i in range(0, len(array), _BLOCK)]
+        first = self._step * _BLOCKS_PER_STEP + self._blocks
+        self._blocks += len(blocks)
 
-        def fill(block: int) -> None:
-            index = self._step * _BLOCKS_PER_STEP + first + block
-            part: Any = out[block * _BLOCK : (block + 1) * _BLOCK]
-            _box_muller(self._key.fast_stream("noise", index).bit_generator, part)
+        def fill(number: int) -> None:
+            _box_muller(self._key.fast_stream("noise", first + number).bit_generator, blocks[number])
 
-        if blocks < _FEW_BLOCKS or torch.get_num_threads() < 2:
-            for block in range(blocks):
-                fill(block)
+        if len(blocks) < _FEW_BLOCKS or torch.get_num_threads() < 2:
+            for number in range(len(blocks)):
+                fill(number)
         else:
-            list(_pool(torch.get_num_threads()).map(fill, range(blocks)))
+            list(_pool(torch.get_num_threads()).map(fill, range(len(blocks))))
         return out
 
     def normals(self, count: int) -> list[float]:

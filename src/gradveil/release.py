@@ -16,6 +16,7 @@ from gradveil.bounds import BoundRule
 from gradveil.clipping import Group, Harvest
 from gradveil.clipping.uses import wide
 from gradveil.randomness import NoiseSource
+from gradveil.ranks import Ranks
 from gradveil.records import Release, SideRelease
 from gradveil.strategies import Parameters
 
@@ -102,26 +103,37 @@ def release_gradients(
     sampler: str,
     sample_rate: float,
     batch_size: float,
+    ranks: Ranks,
 ) -> Release:
     """Turn every ``.grad`` from a sum of clipped gradients into a noised mean, and say what was done.
 
     Parameters without a gradient in this step count as zero and get noise like the others: which
     parameters were used must not show. The normaliser is the public expected batch size.
+
+    Over several ranks, each adds the noise of the parameters it owns before all are added up; where S is a function
+    of the batch the sum comes first, and all ranks add the same noise to it. ``harvest`` is of the whole batch.
     """
     grads: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grads[name] = parameter.grad
+    in_order = [grads[name] for group in groups for name in group.parameters]
+    noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
+    owned = ranks.owned(in_order) if noise_first else slice(0, len(in_order))
+    if not noise_first:
+        ranks.add_up(in_order)
     scale = noise_scale(plan, step, StepFacts(rule.bounds(step), harvest, groups, grads, batch_size))
     side = rule.side_releases(harvest, noise)
     with torch.no_grad():
-        noised = [(name, std) for group, std in zip(groups, scale.stds, strict=True) for name in group.parameters]
+        stds = [std for group, std in zip(groups, scale.stds, strict=True) for _ in group.parameters]
         if rule.whitening is None:
-            noise.add_to([grads[name] for name, _ in noised], [std for _, std in noised], divide_by=batch_size)
+            noise.add_to(in_order, stds, divide_by=batch_size, owned=owned)
         else:
-            for name, std in noised:
-                _whitened_noise(name, grads[name], std, batch_size, noise, rule)
+            names = [name for group in groups for name in group.parameters]
+            _whitened_noise(names, in_order, stds, batch_size, noise, rule, owned)
+    if noise_first:
+        ranks.add_up(in_order)
     rule.learn(side, grads, scale.sigma, batch_size)
     return record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
 
@@ -153,11 +165,23 @@ def record(
 
 
 def _whitened_noise(
-    name: str, grad: Tensor, std: float, batch_size: float, noise: NoiseSource, rule: BoundRule
+    names: Sequence[str],
+    grads: Sequence[Tensor],
+    stds: Sequence[float],
+    batch_size: float,
+    noise: NoiseSource,
+    rule: BoundRule,
+    owned: slice,
 ) -> None:
-    """Noise in whitened coordinates: scaled back like the sums, and the centre put back on."""
+    """Noise in whitened coordinates: scaled back like the sums, and the centre put back on, by who adds the noise."""
     assert rule.whitening is not None
-    draw = noise.wide_normal_like(grad) * rule.whitening[name][1]
-    total = (wide(grad) + std * draw) / batch_size
-    shift = rule.shift(name)
-    grad.copy_(total if shift is None else total + shift)
+    mine = range(len(grads))[owned]
+    for i, (name, grad, std) in enumerate(zip(names, grads, stds, strict=True)):
+        if i not in mine:
+            noise.pass_over([grad])
+            grad.div_(batch_size)
+            continue
+        draw = noise.wide_normal_like(grad) * rule.whitening[name][1]
+        total = (wide(grad) + std * draw) / batch_size
+        shift = rule.shift(name)
+        grad.copy_(total if shift is None else total + shift)

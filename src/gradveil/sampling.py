@@ -66,17 +66,34 @@ class Sampling:
         """q = B / N: the probability, or expected share, with which an example is in a batch."""
         return self.batch_size / self.population
 
-    def draw(self, key: SecretKey, step: int) -> Indices:
-        """The indices in the batch of ``step``; empty is possible (and is a step) under Poisson sampling."""
+    def draw(self, key: SecretKey, step: int, share: range | None = None) -> Indices:
+        """The indices in the batch of ``step``; empty is possible (and is a step) under Poisson sampling.
+
+        Of a ``share`` of the examples (consecutive ones), those of the batch that are in it: over all shares it is
+        the same batch. Under Poisson sampling only the share is looked at.
+        """
         n, size = self.population, self.batch_size
+        share = range(n) if share is None else share
+        if self.name == "poisson":
+            return share.start + np.flatnonzero(_uniform(key, step, share) < self.rate).astype(np.int64)
         if self.name == "shuffle":
             epoch, place = divmod(step, -(-n // size))
-            order = key.stream("shuffle", epoch).permutation(n)
-            return order[place * size : (place + 1) * size].astype(np.int64)
-        rng = key.stream("sample", step)
-        if self.name == "poisson":
-            return np.flatnonzero(rng.random(n) < self.rate).astype(np.int64)
-        return rng.choice(n, size=size, replace=self.name == "with-replacement").astype(np.int64)
+            drawn = key.stream("shuffle", epoch).permutation(n)[place * size : (place + 1) * size]
+        else:
+            drawn = key.stream("sample", step).choice(n, size=size, replace=self.name == "with-replacement")
+        return drawn[(drawn >= share.start) & (drawn < share.stop)].astype(np.int64)
+
+
+_TOGETHER = 4  # numbers that a Philox generator makes at a time
+
+
+def _uniform(key: SecretKey, step: int, share: range) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """One number in [0, 1) for each example of a share: a function of the key, the step and the example alone."""
+    rng = key.stream("sample", step)
+    blocks, extra = divmod(share.start, _TOGETHER)
+    if blocks:
+        rng.bit_generator.advance(blocks)  # type: ignore[attr-defined]
+    return rng.random(extra + len(share))[extra:]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""One run over several processes (torchrun, torch.distributed): what each has to do, and what they tell each other.
+
+Every process ("rank") holds the model and sees its own part of each batch. So that a run over any number of ranks is
+the same run:
+
+    who is in a batch     a function of the secret key, the step and the example, drawn by the rank that owns it
+    the sum of gradients  clipped where the examples are, added up over the ranks
+    the noise             a function of the key, the step and the place of a coordinate; each coordinate's is added
+                          once, by the rank that owns its parameter, before the sum
+    what is looked at     (counts, largest norms) reduced over the ranks before anybody uses it
+    the ledger            the same records on every rank, written by the first
+
+A single process is the case of one rank, and says nothing to anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradveil.clipping import Harvest
+from gradveil.errors import ConfigError, RankLost
+
+T = TypeVar("T")
+_BUCKET = 1 << 23  # elements that are sent at a time: enough to fill a link, few enough not to double the memory
+
+
+class Ranks:
+    """The processes of a run, as one of them sees it."""
+
+    def __init__(self, rank: int = 0, count: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.count, self.group = rank, count, group
+
+    @property
+    def several(self) -> bool:
+        return self.count > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks to the user."""
+        return self.rank == 0
+
+    # ---- who does what
+
+    def share(self, population: int) -> range:
+        """The examples that this rank draws and trains on: consecutive ones, as many as the other ranks'."""
+        return range(self.rank * population // self.count, (self.rank + 1) * population // self.count)
+
+    def owned(self, tensors: Sequence[Tensor]) -> slice:
+        """Which of some tensors this rank adds noise to: consecutive ones, about as many elements as other ranks."""
+        if not self.several:
+            return slice(0, len(tensors))
+        total, before = sum(t.numel() for t in tensors), 0
+        first = last = 0
+        for tensor in tensors:
+            owner = min(self.count - 1, (2 * before + tensor.numel()) * self.count // max(1, 2 * total))
+            first += owner < self.rank
+            last += owner <= self.rank
+            before += tensor.numel()
+        return slice(first, last)
+
+    # ---- what they tell each other
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """In place: every tensor becomes its sum over the ranks, the same bits on each."""
+        if not self.several:
+            return
+        with self._answering():
+            for bucket in _buckets(tensors):
+                wide = [t if t.dtype in (torch.float32, torch.float64) else t.float() for t in bucket]
+                flat = torch.cat([t.reshape(-1) for t in wide])
+                dist.all_reduce(flat, group=self.group)
+                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def total(self, values: Sequence[float], like: Tensor) -> list[float]:
+        """Numbers, each added up over the ranks; exact for whole ones."""
+        return self._reduced(values, like, dist.ReduceOp.SUM)
+
+    def highest(self, values: Sequence[float], like: Tensor) -> list[float]:
+        """Numbers, the highest of each over the ranks."""
+        return self._reduced(values, like, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], like: Tensor, operation: Any) -> list[float]:
+        if not self.several:
+            return list(values)
+        sent = torch.tensor(list(values), dtype=torch.float64, device=like.device)
+        with self._answering():
+            dist.all_reduce(sent, op=operation, group=self.group)
+        return [float(v) for v in sent.tolist()]
+
+    def combined(self, harvest: Harvest, groups: int, like: Tensor) -> Harvest:
+        """What the ranks' parts of a batch add up to, beside the gradients."""
+        if not self.several:
+            return harvest
+        counted = self.total([harvest.examples, *(harvest.count_within(g) for g in range(groups))], like)
+        return _Combined(int(counted[0]), counted[1:], self.highest([harvest.largest(g) for g in range(groups)], like))
+
+    def copy_first(self, module: nn.Module) -> None:
+        """The first rank's weights and buffers, on all ranks."""
+        if not self.several:
+            return
+        with self._answering(), torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0, group=self.group)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first rank makes, on all ranks; if it raises an error, all of them do."""
+        if not self.several:
+            return make()
+        box: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                box[0] = make()
+            except Exception as error:  # the others wait for an answer
+                box[1] = error
+        with self._answering():
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]  # type: ignore[no-any-return]
+
+    def check_same(self, what: str, value: str) -> None:
+        """Refused on all ranks where they do not agree; ``value`` is compared by its hash."""
+        if not self.several:
+            return
+        mine = hashlib.sha256(value.encode()).hexdigest()
+        found: list[Any] = [None] * self.count
+        with self._answering():
+            dist.all_gather_object(found, mine, group=self.group)
+        others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+        if others:
+            raise ConfigError(
+                f"the processes of this run do not agree on {what}: rank {others[0]} has another than rank 0. All must "
+                "be started with the same settings, seed, data and model."
+            )
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(
+                f"another process of this run does not answer (rank {self.rank} of {self.count} was waiting: "
+                f"{str(error).splitlines()[0]}). What was released is in the ledger. Start all processes again, with "
+                "resume."
+            ) from error
+
+
+class _Combined(Harvest):
+    """A harvest of the whole batch, from numbers that were reduced."""
+
+    def __init__(self, examples: int, within: Sequence[float], largest: Sequence[float]) -> None:
+        super().__init__(len(within))
+        self.examples = examples
+        self._counts, self._norms = [int(v) for v in within], list(largest)
+
+    def largest(self, group: int) -> float:
+        return self._norms[group]
+
+    def count_within(self, group: int) -> int:
+        return self._counts[group]
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, those that can be sent together together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = bucket and sum(t.numel() for t in bucket) + tensor.numel() > _BUCKET
+        if bucket and (full or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def current() -> Ranks:
+    """The ranks of the default process group; one where there is none."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Ranks()
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's model inside DistributedDataParallel, or the module itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def silence(wrapper: DistributedDataParallel) -> None:
+    """Keep DistributedDataParallel from averaging gradients: the engine adds them up, once, with their noise."""
+    wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+
+
+def silence_active(module: nn.Module) -> None:
+    """The same, called in the forward pass of ``module``: for one that was wrapped after make_private."""
+    active: Any = DistributedDataParallel._get_active_ddp_module()
+    if active is not None and active.module is module:
+        silence(active)
