@@ -41,7 +41,8 @@ from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
-from gradveil.clipping.units import Unit, find_units
+from gradveil.clipping.tied import TiedUse
+from gradveil.clipping.units import Tie, Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
 from gradveil.clipping.watch import PythonWatch, Watch
 from gradveil.errors import UnsupportedModelError
@@ -72,8 +73,9 @@ class Clipper:
         self._probe: dict[Unit, dict[int, set[int]]] | None = None
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
-        self._names = [name for unit in self.units for name in unit.names]
-        self._parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        trained = {id(p): (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True)}
+        self._names, self._parameters = [n for n, _ in trained.values()], [p for _, p in trained.values()]
+        self._slots: dict[int, int] = {}  # by parameter
         self._layers = layers()  # None: everything in Python
         self._gradients: Watch | NativeWatch = (
             PythonWatch(self.refuse) if self._layers is None else self._layers.watch_for(self)
@@ -112,9 +114,16 @@ class Clipper:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
             unit.module.forward = Followed(self, unit, own)
-            unit.slots = [self._gradients.follow(parameter) for parameter in unit.parameters]
-            if self._layers is not None and isinstance(self._gradients, NativeWatch):
+            unit.slots = [self._slot_of(parameter) for parameter in unit.parameters]
+            if self._layers is not None and isinstance(self._gradients, NativeWatch) and unit.tie is None:
                 unit.native = native_layer(self._layers, unit, self._gradients)
+
+    def _slot_of(self, parameter: nn.Parameter) -> int:
+        """Its place in the watch over gradients; a parameter that several units share is watched once."""
+        known = self._slots.get(id(parameter))
+        if known is None:
+            known = self._slots[id(parameter)] = self._gradients.follow(parameter)
+        return known
 
     def detach(self) -> None:
         """Leave the model as it was found."""
@@ -316,7 +325,7 @@ class Clipper:
 
     def _sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
         """The clipped sums of a use, or None where they wait for the end of the pass."""
-        if not unit.whole_groups or current.uses(unit) != 1:
+        if not unit.whole_groups or current.uses(unit) != 1:  # a tied unit's groups reach beyond it
             current.kept.append((unit, use))
             return None
         current.set_clipped(unit)
@@ -357,18 +366,15 @@ class Clipper:
         self._differentiated = None
         if current.library is not None and current.library.waits(current.number):
             self._clip_waiting(current.library, current)
-        by_unit: dict[Unit, list[Use]] = {}
+        by_unit: dict[Unit | Tie, list[tuple[Unit, Use]]] = {}
         for unit, use in current.kept:
-            by_unit.setdefault(unit, []).append(use)
+            by_unit.setdefault(unit.tie or unit, []).append((unit, use))
         current.kept = []
         if by_unit:
             with torch.no_grad():
-                work = [
-                    (unit, self._whitened(unit, uses[0] if len(uses) == 1 else CombinedUse(uses)))
-                    for unit, uses in by_unit.items()
-                ]
-                for (unit, _), sums in zip(work, self._clip_together(work, current), strict=True):
-                    for parameter, total in zip(unit.parameters, sums, strict=True):
+                work = [(of, self._whitened(of, _together(of, kept))) for of, kept in by_unit.items()]
+                for (of, _), sums in zip(work, self._clip_together(work, current), strict=True):
+                    for parameter, total in zip(of.parameters, sums, strict=True):
                         total = total.to(parameter.dtype)
                         parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
         self._gradients.stamp()
@@ -400,7 +406,7 @@ class Clipper:
         if touched >= 0:
             raise refusal("changed", self._names[touched])
 
-    def _whitened(self, unit: Unit, use: Use) -> Use:
+    def _whitened(self, unit: Unit | Tie, use: Use) -> Use:
         if self.whitening is None:
             return use
         centres, scales = zip(*(self.whitening[name] for name in unit.names), strict=True)
@@ -415,7 +421,7 @@ class Clipper:
         finally:
             self._quiet = before
 
-    def _clip_together(self, work: list[tuple[Unit, Use]], current: Pass) -> list[list[Tensor]]:
+    def _clip_together(self, work: Sequence[tuple[Unit | Tie, Use]], current: Pass) -> list[list[Tensor]]:
         """The clipped sums of uses that only together hold whole groups: norms first, then one contraction each."""
         squares: dict[int, Tensor] = {}
         for unit, use in work:
@@ -495,3 +501,10 @@ class Clipper:
         lost = ~keep if current.present is None else ~keep & current.present[rows]
         current.flags(keep.device)[rows] |= lost
         return keep
+
+
+def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:
+    """What an example adds to the parameters of a unit, or of units that share some, in all their uses of a pass."""
+    if isinstance(of, Tie):
+        return TiedUse([use for _, use in kept], [of.places(unit) for unit, _ in kept], of.parameters)
+    return kept[0][1] if len(kept) == 1 else CombinedUse([use for _, use in kept])

@@ -4,12 +4,14 @@ A unit is the smallest module that sees all uses of its parameters:
 
 - a layer with a rule of its own (rules/);
 - any other module that owns parameters, with everything below it: through torch.func;
-- where two modules share a parameter (tied weights), their common parent, through torch.func;
+- where modules share a parameter (tied weights): each of them, where all are layers with rules that can be added up
+  (linear layers, embeddings), bound together by a tie; otherwise their common parent, through torch.func;
 - a container without a forward of its own (ParameterList, a parametrisation) stands for its parent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,10 +43,44 @@ class Unit:
     index: int = 0  # among the units of its model
     slots: list[int] = field(default_factory=list)  # of its parameters, in the watch over gradients
     native: NativeLayer | None = None  # the layer in C++, where its kind is known there
+    tie: Tie | None = None  # with the units that share a parameter with this one
 
     @property
     def label(self) -> str:
         return f"{type(self.module).__name__} {self.name!r}"
+
+    def sort_parameters(self) -> None:
+        """Of a layer with a rule: in the module's own order, weight before bias, which a use keeps to."""
+        if self.rule is not None:
+            order = {id(p): i for i, p in enumerate(self.module.parameters(recurse=False))}
+            columns = sorted(
+                zip(self.names, self.parameters, self.group_of, strict=True), key=lambda column: order[id(column[1])]
+            )
+            self.names, self.parameters, self.group_of = (list(column) for column in zip(*columns, strict=True))
+
+
+@dataclass(eq=False)
+class Tie:
+    """Units that share parameters: their gradients are added up, example by example, before they are clipped."""
+
+    units: list[Unit]
+    parameters: list[nn.Parameter] = field(default_factory=list)  # of all of them, each once
+    group_of: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for unit in self.units:
+            unit.tie, unit.whole_groups = self, False
+            for name, parameter, group in zip(unit.names, unit.parameters, unit.group_of, strict=True):
+                if all(parameter is not known for known in self.parameters):
+                    self.parameters.append(parameter)
+                    self.group_of.append(group)
+                    self.names.append(name)
+
+    def places(self, unit: Unit) -> list[int]:
+        """Which of all the parameters are a unit's."""
+        number = {id(p): i for i, p in enumerate(self.parameters)}
+        return [number[id(p)] for p in unit.parameters]
 
 
 def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
@@ -61,25 +97,56 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
             named.setdefault(id(parameter), (name, parameter))
 
     # Where each parameter is followed: the module that owns it, or the common parent of all that do.
-    places = {pid: _with_forward(modules, _common_parent(held)) for pid, held in owners.items()}
-    rules = {place: find(modules[place]) for place in set(places.values())}
-    # A module followed as a whole takes in everything below it.
-    whole = [p for p in set(places.values()) if rules[p] is None or any(_below(q, p) for q in places.values())]
+    apart = {pid for pid, held in owners.items() if len(held) > 1 and all(_adds_up(modules[name]) for name in held)}
+    while True:
+        places = {
+            pid: held if pid in apart else [_with_forward(modules, _common_parent(held))]
+            for pid, held in owners.items()
+        }
+        used = {place for found in places.values() for place in found}
+        rules = {place: find(modules[place]) for place in used}
+        # A module followed as a whole takes in everything below it.
+        whole = [p for p in used if rules[p] is None or any(_below(q, p) for q in used)]
+        inside = {pid for pid in apart if any(q == w or _below(q, w) for q in owners[pid] for w in whole)}
+        if not inside:
+            break
+        apart -= inside  # one of its layers is followed with its parent: so are they all
     units: dict[str, Unit] = {}
     group_index = {name: i for i, group in enumerate(groups) for name in group.parameters}
     for pid, (name, parameter) in named.items():
-        place = min((w for w in whole if w == places[pid] or _below(places[pid], w)), key=len, default=places[pid])
-        if place not in units:
-            units[place] = Unit(place, modules[place], None if place in whole else rules[place])
-        unit = units[place]
-        unit.names.append(name)
-        unit.parameters.append(parameter)
-        unit.group_of.append(group_index[name])
+        for own in places[pid]:
+            place = min((w for w in whole if w == own or _below(own, w)), key=len, default=own)
+            if place not in units:
+                units[place] = Unit(place, modules[place], None if place in whole else rules[place])
+            unit = units[place]
+            unit.names.append(name)
+            unit.parameters.append(parameter)
+            unit.group_of.append(group_index[name])
     for index, unit in enumerate(units.values()):
         unit.index = index
+        unit.sort_parameters()
         names = set(unit.names)
         unit.whole_groups = all(names.issuperset(groups[g].parameters) for g in set(unit.group_of))
+    _tie(units.values())
     return list(units.values())
+
+
+def _adds_up(module: nn.Module) -> bool:
+    """Whether the gradients of this layer can be added to those of another that shares its weight."""
+    rule = find(module)
+    return rule is not None and rule.adds_up
+
+
+def _tie(units: Iterable[Unit]) -> None:
+    """Bind the units that share parameters, directly or through others."""
+    together: list[list[Unit]] = []
+    for unit in units:
+        mine = {id(p) for p in unit.parameters}
+        joined = [t for t in together if any(id(p) in mine for other in t for p in other.parameters)]
+        together = [t for t in together if t not in joined] + [[u for t in joined for u in t] + [unit]]
+    for tied in together:
+        if len(tied) > 1:
+            Tie(tied)
 
 
 def _below(name: str, parent: str) -> bool:

@@ -72,6 +72,7 @@ class EmbeddingRule(LayerRule):
     """nn.Embedding on tokens of any shape; ``padding_idx`` gets no gradient."""
 
     least_dims = 1
+    adds_up = True
     shared_input = True  # position indices without a batch dimension
 
     def __init__(self, module: nn.Module) -> None:

@@ -13,6 +13,7 @@ class LayerRule:
     """A layer y = f(x; weight, bias) on one batched tensor. ``least_dims`` counts the batch dimension."""
 
     least_dims = 2
+    adds_up = False  # whether its weight may be shared with other such layers (tied.py)
     shared_input = False  # whether an input without the batch (positions, say) may be repeated for every example
 
     def __init__(self, module: nn.Module) -> None:

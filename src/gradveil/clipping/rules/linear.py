@@ -118,6 +118,8 @@ class LinearUse(Use):
 class LinearRule(LayerRule):
     """nn.Linear."""
 
+    adds_up = True
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return F.linear(x, weight, bias), ()
 
