@@ -66,6 +66,8 @@ class CapturedStep:
     """What :func:`capture` returns: call it with a batch."""
 
     def __init__(self, engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> None:
+        if engine.is_sharded:
+            raise ConfigError("a model that fully_shard has cut over processes is not captured: train eagerly.")
         if engine.ranks.several and not engine.plan.strategy.is_private:
             raise ConfigError("plain training over several processes is not captured: train eagerly.")
         if not engine.is_set_up:

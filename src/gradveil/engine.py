@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil import bounds as bound_rules
 from gradveil import ledger as ledgers
 from gradveil import ranks as processes
-from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups
+from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups, sharding
 from gradveil.clipping.passes import Padding
 from gradveil.clipping.taps import Followed, ModelHook
 from gradveil.errors import (
@@ -49,6 +50,7 @@ from gradveil.guards import (
     RepeatGuard,
     check_optimizer,
     check_strangers,
+    fingerprint,
     fingerprint_sums,
     salt,
 )
@@ -171,6 +173,7 @@ class PrivacyEngine:
         self._parts = PhysicalParts()
         self._not_finite = NotFiniteCount()
         self._noised_already = False
+        self._sharded = False
         self._recorder: Recorder | None = None
         self._in_graphs = False  # whether a captured step was made (captured.py)
         self._awaited: AwaitedRelease | None = None
@@ -238,6 +241,8 @@ class PrivacyEngine:
             )
             self._clipper = Clipper(inner, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
             self._clipper.whitening, self._clipper.gamma = self.rule.whitening, self.rule.gamma
+            if self._sharded:
+                self._clipper.deliver, self._clipper.agree = _deliver_shard, self.ranks.all_agree
         self._open_ledger()
         self._batch = BatchGuard(self.sampling.name)
         self._handles += [
@@ -254,11 +259,17 @@ class PrivacyEngine:
             finish=self.commit,
             hand_out=self._batch.hand_out,
             like=source.like,
+            parts=self._equal_parts if self._sharded else None,
         )
         return module, optimizer, loader
 
+    def _equal_parts(self, here: int) -> int:
+        """Parts of a batch: as many on every rank, for the ranks call a model that is cut together."""
+        return int(self.ranks.highest([here], torch.empty(0))[0])
+
     def _join(self, given: nn.Module) -> None:
         """Where there are several ranks: the same key and weights on all; gradients are added up by the engine."""
+        self._sharded = self._check_sharding()
         if not self.ranks.several:
             return
         if not self._key.seeded:
@@ -270,6 +281,27 @@ class PrivacyEngine:
         self._handles.append(
             self.module.register_forward_pre_hook(ModelHook(lambda module, *_: processes.silence_active(module)))
         )
+        for cut in sharding.sharding_modules(self.module):
+            cut.set_gradient_divide_factor(1.0)  # sums are added up, not averaged
+            cut.set_force_sum_reduction_for_comms(True)  # and by a plain sum, which every backend knows
+            self._handles.append(_Undo(partial(cut.set_gradient_divide_factor, float(self.ranks.count))))
+
+    def _check_sharding(self) -> bool:
+        """Whether the model's parameters are cut over the ranks; refused where that cannot be followed."""
+        cut = [sharding.is_sharded(p) for p in self.module.parameters() if p.requires_grad]
+        if not any(cut):
+            return False
+        if not all(cut):
+            raise ConfigError(
+                f"{cut.count(False)} of {len(cut)} trainable parameters are whole and the others cut over processes. "
+                "Call fully_shard on the whole model too, so that it takes in what its layers have left."
+            )
+        if not self.plan.strategy.is_private or self.plan.strategy.bounds == "per-coordinate":
+            raise ConfigError(
+                f"strategy {self.plan.strategy.name!r} does not work on a model that fully_shard has cut: it needs "
+                "whole gradients. Choose another, or use DistributedDataParallel."
+            )
+        return True
 
     def _header(self, side: float) -> RunHeader:
         return RunHeader(
@@ -320,8 +352,12 @@ class PrivacyEngine:
         if self._ledger is None:  # the first rank's is on disk, and this one goes along in memory
             self._ledger = Ledger.beside(*kept)
         self._run_key = self._key.bound_to(self._ledger.header.salt)
-        self._repeat = RepeatGuard(self._ledger.releases)
+        self._repeat = RepeatGuard(self._ledger.releases, self._digest)
         atexit.register(_commit, self._ledger)
+
+    def _digest(self, grads: list[Tensor]) -> str:
+        here = fingerprint([sharding.local(grad) for grad in grads])
+        return self.ranks.digest(here) if self._sharded else here
 
     def _begun_ledger(self, header: RunHeader) -> Ledger:
         path = None
@@ -530,6 +566,11 @@ class PrivacyEngine:
         return self._ledger is not None
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the model's parameters are cut over processes."""
+        return self._sharded
+
+    @property
     def is_seeded(self) -> bool:
         return self._run_key.seeded
 
@@ -663,7 +704,7 @@ class PrivacyEngine:
         if not self._run_key.seeded:
             # Steps already released may come again: with a new key, noise and samples are independent of theirs.
             self._run_key = SecretKey().told(self.ranks.from_first)
-        self._repeat = RepeatGuard(self._open().releases)
+        self._repeat = RepeatGuard(self._open().releases, self._digest)
         self._budget.reconsider()
         if self._clipper is not None:
             self.rule.load_state_dict(state["rule"])
@@ -691,3 +732,16 @@ def _commit(ledger: Ledger) -> None:
     """At exit: a strong reference, so that an engine that was collected leaves nothing unwritten."""
     if ledger.path is not None and ledger.path.exists():
         ledger.commit()
+
+
+def _deliver_shard(parameter: nn.Parameter, total: Tensor) -> None:
+    """The clipped sum of a parameter that is cut over processes."""
+    found = sharding.added_up(parameter, total)
+    parameter.grad = found if parameter.grad is None else parameter.grad + found
+
+
+class _Undo:
+    """Among the handles of an engine: what is called when it lets go of the model."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.remove = undo

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.clipping import Harvest
+from gradveil.clipping.sharding import whole
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
 from gradveil.records import Release, RunHeader
 from gradveil.sampling import Ticket
@@ -117,8 +118,9 @@ class RepeatGuard:
     releases bit for bit. The ledger holds a digest of each.
     """
 
-    def __init__(self, releases: Iterable[Release]) -> None:
+    def __init__(self, releases: Iterable[Release], digest: Callable[[list[Tensor]], str] | None = None) -> None:
         self._earlier = {r.step: r.digest for r in releases if r.digest is not None}
+        self._digest = digest or fingerprint
 
     def knows(self, step: int) -> bool:
         """Whether the step was released before."""
@@ -127,7 +129,7 @@ class RepeatGuard:
     def check(self, step: int, parameters: Iterable[nn.Parameter]) -> str:
         """The digest of this step's noised gradients; refused if the step was released before and is another now."""
         parameters = list(parameters)
-        digest = fingerprint(p.grad for p in parameters if p.grad is not None)
+        digest = self._digest([p.grad for p in parameters if p.grad is not None])
         if self._earlier.get(step, digest) != digest:
             for parameter in parameters:
                 parameter.grad = None
@@ -274,10 +276,16 @@ def fingerprint_sums(tensors: Sequence[Tensor]) -> Tensor:
     """What the fingerprint is a hash of, on the tensors' device: bits times an odd number of their place, added up."""
     if not tensors:
         return torch.zeros(1, dtype=torch.int64)
-    bits = [t.detach().contiguous().view(_BITS[t.element_size()]).flatten() for t in tensors]
-    alike = len({(b.dtype, b.device) for b in bits}) == 1
-    parts = [torch.cat(bits)] if alike and sum(b.numel() for b in bits) <= _TOGETHER else bits
-    return torch.stack([_place_weighted(part) for part in parts])
+    alike = len({(t.element_size(), t.device) for t in tensors}) == 1
+    if alike and sum(t.numel() for t in tensors) <= _TOGETHER:
+        return _place_weighted(torch.cat([_bits(t) for t in tensors])).unsqueeze(0)
+    return torch.stack([_place_weighted(_bits(t)) for t in tensors])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """All of a tensor, as whole numbers in a row."""
+    full = whole(tensor.detach()).contiguous()
+    return full.view(_BITS[full.element_size()]).flatten()
 
 
 def _place_weighted(bits: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ import secrets
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -164,6 +165,15 @@ def _box_muller_part(bits: Any, out: np.ndarray[Any, Any]) -> None:
     np.multiply(angle[: len(out) - pairs], radius[: len(out) - pairs], out=out[pairs:])
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The places of a tensor that a process holds: ``part`` of its ``whole`` elements, from ``start`` on."""
+
+    start: int
+    part: int
+    whole: int
+
+
 class NoiseSource:
     """Standard normal tensors for one step, drawn in a fixed order; on the tensor's own device."""
 
@@ -255,6 +265,50 @@ class NoiseSource:
         for grad in (*before, *after):
             grad.div_(divide_by)
 
+    def add_to_shards(
+        self, grads: Sequence[torch.Tensor], stds: Sequence[float], shards: Sequence[Shard], *, divide_by: float
+    ) -> None:
+        """As :meth:`add_to`, for the parts of tensors that this process holds: the noise of their places.
+
+        On a GPU a shard has a stream of its own instead, so noise depends on how tensors are cut.
+        """
+        for grad, std, shard in zip(grads, stds, shards, strict=True):
+            if shard.part == shard.whole:
+                self.add_to([grad], [std], divide_by=divide_by)
+                continue
+            draw = self._shard_normals(shard, grad) if grad.is_cpu else self._device_shard(shard, grad)
+            wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+            grad.copy_((wide + std * draw.view_as(grad)) / divide_by)
+
+    def _device_shard(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+        place = f"noise-{grad.device.type}-{self._tensors}-{shard.start}"
+        self._tensors += 1
+        generator = self._key.torch_generator(place, self._step, grad.device)
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        return torch.randn(grad.shape, dtype=dtype, device=grad.device, generator=generator)
+
+    def _shard_normals(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+        """The normal values of some places of a tensor."""
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        kernels = native.kernels()
+        if kernels is not None:
+            number, self._tensors = self._tensors, self._tensors + 1
+            draw = torch.zeros(shard.part, dtype=dtype)
+            kernels.add_noise(self._step_key(), [(draw, 1.0, number)], divide_by=1.0, starts=[shard.start])
+            return draw
+        first, last = shard.start // _BLOCK, -(-(shard.start + shard.part) // _BLOCK)
+        before, self._blocks = self._blocks, self._blocks + first
+        end = min(last * _BLOCK, shard.whole)
+        (drawn,) = self._cpu_normals([max(0, end - first * _BLOCK)], dtype)
+        self._blocks = before + -(-shard.whole // _BLOCK)
+        offset = shard.start - first * _BLOCK
+        return torch.from_numpy(drawn[offset : offset + shard.part])
+
+    def _step_key(self) -> bytes:
+        if self._cipher_key is None:
+            self._cipher_key = self._key.cipher_key("noise-key", self._step)
+        return self._cipher_key
+
     def pass_over(self, tensors: Sequence[torch.Tensor]) -> None:
         """Others add these tensors' noise: what is drawn next is what would have been drawn after them."""
         for tensor in tensors:
@@ -267,17 +321,16 @@ class NoiseSource:
     def _add_by_kernel(
         self, kernels: native.Kernels, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float
     ) -> None:
-        if self._cipher_key is None:
-            self._cipher_key = self._key.cipher_key("noise-key", self._step)
+        cipher_key = self._step_key()
         first = self._tensors
         self._tensors += len(grads)
         library = layers()
         if library is not None:
-            key = list(struct.unpack("<4q", self._cipher_key))
+            key = list(struct.unpack("<4q", cipher_key))
             library.add_cipher_noise(list(grads), list(stds), divide_by, key, first)
             return
         numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
-        kernels.add_noise(self._cipher_key, numbered, divide_by=divide_by)
+        kernels.add_noise(cipher_key, numbered, divide_by=divide_by)
         torch.autograd.graph.increment_version(list(grads))  # written to behind torch's back
 
     def _cpu_normals(self, counts: Sequence[int], dtype: torch.dtype) -> list[np.ndarray[Any, Any]]:

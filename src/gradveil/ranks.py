@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradveil.clipping import Harvest
+from gradveil.clipping.sharding import is_sharded
 from gradveil.errors import ConfigError, RankLost
 
 T = TypeVar("T")
@@ -80,6 +81,13 @@ class Ranks:
                 for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 
+    def summed(self, values: Tensor) -> Tensor:
+        """Numbers, each added up over the ranks."""
+        if self.several:
+            with self._answering():
+                dist.all_reduce(values, group=self.group)
+        return values
+
     def total(self, values: Sequence[float], like: Tensor) -> list[float]:
         """Numbers, each added up over the ranks; exact for whole ones."""
         return self._reduced(values, like, dist.ReduceOp.SUM)
@@ -103,13 +111,27 @@ class Ranks:
         counted = self.total([harvest.examples, *(harvest.count_within(g) for g in range(groups))], like)
         return _Combined(int(counted[0]), counted[1:], self.highest([harvest.largest(g) for g in range(groups)], like))
 
+    def all_agree(self, here: bool) -> bool:
+        """Whether it is so on every rank."""
+        return not self.several or self.highest([float(not here)], torch.empty(0))[0] == 0.0
+
+    def digest(self, here: str) -> str:
+        """One digest of what every rank has."""
+        if not self.several:
+            return here
+        found: list[Any] = [None] * self.count
+        with self._answering():
+            dist.all_gather_object(found, here, group=self.group)
+        return hashlib.sha256(" ".join(found).encode()).hexdigest()[:32]
+
     def copy_first(self, module: nn.Module) -> None:
         """The first rank's weights and buffers, on all ranks."""
         if not self.several:
             return
         with self._answering(), torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.data, src=0, group=self.group)
+                if not is_sharded(tensor):
+                    dist.broadcast(tensor.data, src=0, group=self.group)
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What the first rank makes, on all ranks; if it raises an error, all of them do."""

@@ -7,15 +7,16 @@ exactly what was used. Nothing else in the project adds noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.bounds import BoundRule
 from gradveil.clipping import Group, Harvest
+from gradveil.clipping.sharding import is_sharded, local, start_of
 from gradveil.clipping.uses import wide
-from gradveil.randomness import NoiseSource
+from gradveil.randomness import NoiseSource, Shard
 from gradveil.ranks import Ranks
 from gradveil.records import Release, SideRelease
 from gradveil.strategies import Parameters
@@ -33,6 +34,7 @@ class StepFacts:
     groups: Sequence[Group]
     grads: Mapping[str, Tensor]
     batch_size: float
+    of_all: Callable[[Tensor], Tensor] | None = None  # sums over ranks, where each holds a part of the gradients
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,10 @@ def _largest_example(facts: StepFacts) -> tuple[float, ...]:
 
 def _batch_gradient(facts: StepFacts) -> tuple[float, ...]:
     """max over groups of the norm of the mean clipped gradient: the comment in the paper's algorithm."""
-    norms = []
-    for group in facts.groups:
-        squares = torch.stack([facts.grads[n].double().square().sum() for n in group.parameters])
-        norms.append(squares.sum().sqrt() / facts.batch_size)
-    return (float(torch.stack(norms).max()),) * len(facts.groups)
+    squares = [sum(facts.grads[n].double().square().sum() for n in group.parameters) for group in facts.groups]
+    total = torch.stack(squares)  # type: ignore[arg-type]
+    norms = (total if facts.of_all is None else facts.of_all(total)).sqrt() / facts.batch_size
+    return (float(norms.max()),) * len(facts.groups)
 
 
 SENSITIVITY_RULES: dict[str, SensitivityRule] = {
@@ -117,25 +118,36 @@ def release_gradients(
     for name, parameter in parameters.items():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grads[name] = parameter.grad
+        grads[name] = local(parameter.grad)
+    cut = is_sharded(next(iter(parameters.values())))  # added up over the ranks already, each of which holds a part
     in_order = [grads[name] for group in groups for name in group.parameters]
     noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
     owned = ranks.owned(in_order) if noise_first else slice(0, len(in_order))
-    if not noise_first:
+    if not (noise_first or cut):
         ranks.add_up(in_order)
-    scale = noise_scale(plan, step, StepFacts(rule.bounds(step), harvest, groups, grads, batch_size))
+    facts = StepFacts(rule.bounds(step), harvest, groups, grads, batch_size)
+    if cut:
+        facts = replace(facts, of_all=ranks.summed)
+    scale = noise_scale(plan, step, facts)
     side = rule.side_releases(harvest, noise)
     with torch.no_grad():
         stds = [std for group, std in zip(groups, scale.stds, strict=True) for _ in group.parameters]
-        if rule.whitening is None:
+        if cut:
+            shards = [_shard(parameters[name]) for group in groups for name in group.parameters]
+            noise.add_to_shards(in_order, stds, shards, divide_by=batch_size)
+        elif rule.whitening is None:
             noise.add_to(in_order, stds, divide_by=batch_size, owned=owned)
         else:
             names = [name for group in groups for name in group.parameters]
             _whitened_noise(names, in_order, stds, batch_size, noise, rule, owned)
-    if noise_first:
+    if noise_first and not cut:
         ranks.add_up(in_order)
     rule.learn(side, grads, scale.sigma, batch_size)
     return record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
+
+
+def _shard(parameter: nn.Parameter) -> Shard:
+    return Shard(start_of(parameter), local(parameter).numel(), parameter.numel())
 
 
 def record(

@@ -109,8 +109,10 @@ class Ticket:
 class _Batches(Sampler[list[int]]):
     """The batch sampler behind a private loader; notes a ticket for each physical batch, in order."""
 
-    def __init__(self, draw: Draw, span: Callable[[], range], physical: int | None) -> None:
-        self.draw, self.span, self.physical = draw, span, physical
+    def __init__(
+        self, draw: Draw, span: Callable[[], range], physical: int | None, parts: Callable[[int], int] | None
+    ) -> None:
+        self.draw, self.span, self.physical, self.parts = draw, span, physical, parts
         self.tickets: deque[Ticket] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -118,9 +120,11 @@ class _Batches(Sampler[list[int]]):
         for step in self.span():
             indices = self.draw(step).tolist()
             size = self.physical or max(len(indices), 1)
-            for start in range(0, max(len(indices), 1), size):
+            count = max(1, -(-len(indices) // size))
+            count = count if self.parts is None else self.parts(count)
+            for start in range(0, count * size, size):
                 part = indices[start : start + size]
-                self.tickets.append(Ticket(step, len(indices), len(part), last=start + size >= len(indices)))
+                self.tickets.append(Ticket(step, len(indices), len(part), last=start + size >= count * size))
                 yield part
 
 
@@ -155,7 +159,9 @@ class PrivateLoader:
         finish: Callable[[], None] | None = None,
         hand_out: Callable[[Ticket], None] | None = None,
         like: DataLoader[Any] | None = None,
+        parts: Callable[[int], int] | None = None,
     ) -> None:
+        """``parts``: from the parts that a batch has here to those that are handed out, of which the last are empty."""
         if physical_batch_size is not None and (
             physical_batch_size < 1 or physical_batch_size != int(physical_batch_size)
         ):
@@ -165,7 +171,7 @@ class PrivateLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self._span, self._start, self._finish, self._hand_out = span, start, finish, hand_out
-        self._batches = _Batches(draw, span, physical_batch_size)
+        self._batches = _Batches(draw, span, physical_batch_size, parts)
         collate = like.collate_fn if like is not None else default_collate
         self._tensors: tuple[torch.Tensor, ...] | None = None
         self._loader: DataLoader[Any] | None = None

@@ -265,3 +265,72 @@ def left_alone() -> str:
     except gradveil.errors.RankLost as error:
         return str(error)
     return "finished"
+
+
+# ---- models that are cut over ranks
+
+
+class _Sequence(nn.Module):
+    """A small language model: a tied embedding, a norm, attention-free mixing; and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
+        self.mix, self.conv = nn.Linear(6, 6), nn.Conv1d(6, 6, 3, padding=1)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.mix(self.norm(self.embed(x))))
+        return self.head(self.conv(h.mT).mT).mean(1)
+
+
+def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | None = None) -> Any:
+    """``way``: alone, ddp or fsdp. The whole weights at the end."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model: nn.Module = _Sequence()
+    if tie:
+        model.head.weight = model.embed.weight
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    if way == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model.mix, model.conv, model.norm):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 11, (80, 5), generator=generator)
+    y = torch.randint(0, 11, (80,), generator=generator)
+    settings = {"clip": 0.5, "sigma": 1.0, "steps": 20, "delta": 1e-3, "seed": 5, "allow_unproved": True}
+    engine = gradveil.PrivacyEngine(strategy=strategy, clipping=clipping, **settings)
+    model, _, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=TensorDataset(x, y),
+        batch_size=6,
+        physical_batch_size=physical,
+    )
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    weights = [gradveil.clipping.sharding.whole(p.detach()).flatten() for p in engine.module.parameters()]
+    return {"weights": torch.cat(weights), "releases": [r.to_dict() | {"digest": None} for r in engine.releases]}
+
+
+WAYS = [
+    ("baseline", "per-layer", False, None),
+    ("baseline", "flat", False, None),
+    ("baseline", "per-layer", True, None),
+    ("baseline", "flat", True, 2),
+    ("quantile-clip", "per-layer", False, 2),
+    ("normalised", "per-layer", False, None),
+    ("dyn-s-l2max", "per-layer", False, None),
+]
+
+
+def every_sharding(way: str) -> list[Any]:
+    return [sharded(way, *settings) for settings in WAYS]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from jobs import (
     STRATEGIES,
+    WAYS,
+    every_sharding,
     every_strategy,
     every_way,
     left_alone,
@@ -162,3 +164,18 @@ def test_a_seeded_run_goes_on_bit_for_bit(tmp_path):
     ended = on_ranks(2, resumed, tmp_path / "b", str(run), False, 4)
     assert len(ledger.read(run / "ledger.jsonl").releases) == 48
     assert torch.equal(ended[0]["weights"], ended[1]["weights"])
+
+
+# ---- models that are cut over ranks
+
+
+def test_fully_sharded_is_data_parallel_is_one_process(tmp_path):
+    alone = on_ranks(1, every_sharding, tmp_path / "one", "alone")[0]
+    parallel = on_ranks(2, every_sharding, tmp_path / "ddp", "ddp")
+    cut = on_ranks(2, every_sharding, tmp_path / "fsdp", "fsdp")
+    for i, settings in enumerate(WAYS):
+        for found in (*(rank[i] for rank in parallel), *(rank[i] for rank in cut)):
+            assert float((found["weights"] - alone[i]["weights"]).abs().max()) < 1e-6, settings
+            for mine, theirs in zip(found["releases"], alone[i]["releases"], strict=True):
+                assert mine["noise_std"] == pytest.approx(theirs["noise_std"], rel=1e-5), settings
+                assert mine["clip"] == pytest.approx(theirs["clip"], rel=1e-5), settings

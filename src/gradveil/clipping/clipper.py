@@ -39,6 +39,7 @@ from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass,
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.linear import LinearUse
+from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
@@ -73,13 +74,17 @@ class Clipper:
         self._probe: dict[Unit, dict[int, set[int]]] | None = None
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
-        trained = {id(p): (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True)}
-        self._names, self._parameters = [n for n, _ in trained.values()], [p for _, p in trained.values()]
         self._slots: dict[int, int] = {}  # by parameter
+        self._watched: list[tuple[str, Tensor]] = []  # by slot
         self._layers = layers()  # None: everything in Python
+        self._sharded = any_sharded(module)
+        if self._sharded:
+            self._layers = None  # in C++ a layer's parameters are those it began with
         self._gradients: Watch | NativeWatch = (
             PythonWatch(self.refuse) if self._layers is None else self._layers.watch_for(self)
         )
+        self.deliver: Deliver = _add_to_gradient
+        self.agree: Callable[[bool], bool] = bool  # of processes that must call the model equally often
         self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
         self._quiet = False
         self._watch = OutputWatch()
@@ -114,15 +119,17 @@ class Clipper:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
             unit.module.forward = Followed(self, unit, own)
-            unit.slots = [self._slot_of(parameter) for parameter in unit.parameters]
+            if not self._sharded:
+                unit.slots = [self._slot_of(n, p) for n, p in zip(unit.names, unit.parameters, strict=True)]
             if self._layers is not None and isinstance(self._gradients, NativeWatch) and unit.tie is None:
                 unit.native = native_layer(self._layers, unit, self._gradients)
 
-    def _slot_of(self, parameter: nn.Parameter) -> int:
+    def _slot_of(self, name: str, parameter: Tensor) -> int:
         """Its place in the watch over gradients; a parameter that several units share is watched once."""
         known = self._slots.get(id(parameter))
         if known is None:
             known = self._slots[id(parameter)] = self._gradients.follow(parameter)
+            self._watched.append((name, parameter))
         return known
 
     def detach(self) -> None:
@@ -130,7 +137,7 @@ class Clipper:
         for handle in self._handles:
             handle.remove()
         if self._overridden:
-            for slot, parameter in enumerate(self._parameters):
+            for slot, (_, parameter) in enumerate(self._watched):
                 self._gradients.forget(parameter, slot)
         for module, own in self._overridden:
             del module.forward
@@ -140,7 +147,7 @@ class Clipper:
 
     def refuse(self, place: int, why: str) -> None:
         """What a watch, or a layer in C++, has found: of parameter or unit number ``place``."""
-        raise refusal(why, self._names[place] if why == "stranger" else self.units[place].label)
+        raise refusal(why, self._watched[place][0] if why == "stranger" else self.units[place].label)
 
     # ---- the model's call
 
@@ -155,13 +162,14 @@ class Clipper:
                 "apart. Pass the batch as a tensor with the examples along the first dimension."
             )
         batch = tensors[0].shape[0]
+        to_check = not self._watch.model_checked and self.agree(batch > 1)
         if batch == 0:
             self._current = Pass(1, empty=True)
             return tree_map(
                 lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t,
                 (args, kwargs),
             )
-        if batch > 1 and not self._watch.model_checked:
+        if to_check:
             self._watch.model_checked = True
             self._check_model(module, args, kwargs, batch)
         self._current = Pass(batch, empty=False, padding=self.padding)
@@ -259,11 +267,14 @@ class Clipper:
             if layer.takes(x):
                 return layer.run_again(x, current.number) if again else layer.run(x)
         call = Call(unit, current, again=again)
+        parameters = unit.live() if self._sharded else unit.parameters
+        if self._sharded:
+            unit.slots = [self._slot_of(n, p) for n, p in zip(unit.names, parameters, strict=True)]
         if unit.rule is None or len(args) + len(kwargs) != 1:
             run = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
             inputs = [run.leaves[i] for i in run.differentiable]
             with self.quietly():
-                outputs = FunctionTap.apply(self, call, run, *unit.parameters, *inputs)
+                outputs = FunctionTap.apply(self, call, run, *parameters, *inputs)
             return plan.assemble(outputs)
         x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.batch)
         own = unit.module._parameters
@@ -332,7 +343,8 @@ class Clipper:
         sums = self._kernel_sums(unit, use, current)
         if sums is None:
             sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
-        sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, unit.parameters, strict=True)]
+        live = unit.live() if self._sharded else unit.parameters
+        sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, live, strict=True)]
         for slot, total in zip(unit.slots, sums, strict=True):
             self._gradients.expect(slot, total)
         return sums
@@ -375,14 +387,13 @@ class Clipper:
                 work = [(of, self._whitened(of, _together(of, kept))) for of, kept in by_unit.items()]
                 for (of, _), sums in zip(work, self._clip_together(work, current), strict=True):
                     for parameter, total in zip(of.parameters, sums, strict=True):
-                        total = total.to(parameter.dtype)
-                        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+                        self.deliver(parameter, total.to(parameter.dtype))
         self._gradients.stamp()
         groups, found, lost = current.notes()
         if lost is not None and not current.empty:
             self.harvest.lost.append(lost)
         if groups:
-            device = self._parameters[0].device
+            device = self._watched[0][1].device
             bounds = self._bounds_on(device).exact_of if device.type == "cuda" else self.bounds
             self.harvest.note_layers(groups, found, bounds)
 
@@ -404,7 +415,7 @@ class Clipper:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
         touched = self._gradients.touched()
         if touched >= 0:
-            raise refusal("changed", self._names[touched])
+            raise refusal("changed", self._watched[touched][0])
 
     def _whitened(self, unit: Unit | Tie, use: Use) -> Use:
         if self.whitening is None:
@@ -421,20 +432,18 @@ class Clipper:
         finally:
             self._quiet = before
 
-    def _clip_together(self, work: Sequence[tuple[Unit | Tie, Use]], current: Pass) -> list[list[Tensor]]:
+    def _clip_together(self, work: Sequence[tuple[Unit | Tie, Use]], current: Pass) -> Iterator[list[Tensor]]:
         """The clipped sums of uses that only together hold whole groups: norms first, then one contraction each."""
         squares: dict[int, Tensor] = {}
         for unit, use in work:
             for group, square in zip(unit.group_of, use.sq_norms(), strict=True):
                 squares[group] = squares[group] + square if group in squares else square
         weights = {g: self._weigh_group(g, square.sqrt(), square.dtype, current) for g, square in squares.items()}
-        sums = []
         for unit, use in work:
             keep = self._kept([weights[g] for g in set(unit.group_of)], current, slice(None))
             if keep is not None:
                 use.keep(keep)
-            sums.append(use.weighted_sums([weights[g] for g in unit.group_of]))
-        return sums
+            yield use.weighted_sums([weights[g] for g in unit.group_of])
 
     def _weigh_unit(self, unit: Unit, current: Pass) -> Weigh:
         def weigh(rows: slice, squares: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
@@ -508,3 +517,11 @@ def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:
     if isinstance(of, Tie):
         return TiedUse([use for _, use in kept], [of.places(unit) for unit, _ in kept], of.parameters)
     return kept[0][1] if len(kept) == 1 else CombinedUse([use for _, use in kept])
+
+
+Deliver = Callable[[nn.Parameter, Tensor], None]
+"""Takes the clipped sum of a parameter that was known at the end of a pass only."""
+
+
+def _add_to_gradient(parameter: nn.Parameter, total: Tensor) -> None:
+    parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)

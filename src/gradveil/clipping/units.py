@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from gradveil.clipping.groups import Group
 from gradveil.clipping.rules import LayerRule, find
+from gradveil.clipping.sharding import is_sharded
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -48,6 +49,17 @@ class Unit:
     @property
     def label(self) -> str:
         return f"{type(self.module).__name__} {self.name!r}"
+
+    def live(self) -> list[Tensor]:
+        """The parameters as the module uses them now: whole, where the model holds parts of them."""
+        if not any(is_sharded(p) for p in self.parameters):
+            return list(self.parameters)
+        prefix = len(self.name) + 1 if self.name else 0
+        found: list[Tensor] = []
+        for name in self.names:
+            owner, _, leaf = name[prefix:].rpartition(".")
+            found.append(getattr(self.module.get_submodule(owner), leaf))
+        return found
 
     def sort_parameters(self) -> None:
         """Of a layer with a rule: in the module's own order, weight before bias, which a use keeps to."""

@@ -46,6 +46,7 @@ struct NoiseTarget {
     double std;
     int32_t doubles;
     uint32_t index;
+    int64_t start;
 };
 extern "C" {
 long gradveil_conv2d(const float*, const float*, long, const ConvShape*, int, double, int, float*, float*, double*,
@@ -774,7 +775,7 @@ static void add_cipher_noise(const std::vector<Tensor>& grads, const std::vector
     for (size_t i = 0; i < grads.size(); i++) {
         const Tensor& g = grads[i];
         TORCH_CHECK(g.is_cpu() && g.is_contiguous(), "noise goes onto contiguous gradients on the CPU");
-        targets.push_back({g.data_ptr(), g.numel(), stds[i], g.scalar_type() == at::kDouble, (uint32_t)(first + i)});
+        targets.push_back({g.data_ptr(), g.numel(), stds[i], g.scalar_type() == at::kDouble, (uint32_t)(first + i), 0});
         elements += g.numel();
         g.unsafeGetTensorImpl()->bump_version();
     }

@@ -139,21 +139,22 @@ static void normals(const Stream& s, uint32_t first, double* out) {
         }
 }
 
-// grad <- (grad + std z) / divide_by. Batches first .. last - 1 of one tensor.
+// grad <- (grad + std z) / divide_by. Batches first .. last - 1 of a tensor, of which grad is places start and after.
 template <class Real>
-static void add_batches(Real* grad, long count, Stream s, Real std, Real divide_by, long first, long last) {
+static void add_batches(Real* grad, long count, long start, Stream s, Real std, Real divide_by, long first, long last) {
     const long batch = sizeof(Real) == 4 ? BATCH : BATCH / 2;
     Real z[BATCH];
     for (long b = first; b < last; b++) {
         const uint64_t counter = (uint64_t)b * LANES;
         s.nonce[1] = (uint32_t)(counter >> 32);
         normals(s, (uint32_t)counter, z);
-        Real* at = grad + b * batch;
-        const long n = count - b * batch < batch ? count - b * batch : batch;
-        if (n == batch)
+        const long place = b * batch - start;  // of the batch in grad: before it, where grad begins inside the batch
+        const long from = place < 0 ? -place : 0, to = count - place < batch ? count - place : batch;
+        Real* at = grad + place;
+        if (from == 0 && to == batch)
             for (long i = 0; i < batch; i++) at[i] = (at[i] + std * z[i]) / divide_by;
         else
-            for (long i = 0; i < n; i++) at[i] = (at[i] + std * z[i]) / divide_by;
+            for (long i = from; i < to; i++) at[i] = (at[i] + std * z[i]) / divide_by;
     }
 }
 
@@ -163,6 +164,7 @@ struct Target {
     double std;
     int32_t doubles;  // 0: float32
     uint32_t index;   // of the tensor in its step
+    int64_t start;    // place of the first element in the tensor: 0, but for a shard
 };
 
 extern "C" void gradveil_noise(const uint32_t* key, const Target* targets, long n, double divide_by, int workers) {
@@ -173,12 +175,14 @@ extern "C" void gradveil_noise(const uint32_t* key, const Target* targets, long 
             std::memcpy(s.key, key, sizeof s.key);
             s.nonce[0] = target.index, s.nonce[1] = 0, s.nonce[2] = 0;
             const long batch = target.doubles ? BATCH / 2 : BATCH;
-            const long batches = (target.count + batch - 1) / batch;
-            const long first = share(batches, worker, workers), last = share(batches, worker + 1, workers);
+            const long head = target.start / batch;
+            const long batches = target.count ? (target.start + target.count + batch - 1) / batch - head : 0;
+            const long first = head + share(batches, worker, workers), last = head + share(batches, worker + 1, workers);
             if (target.doubles)
-                add_batches((double*)target.grad, target.count, s, target.std, divide_by, first, last);
+                add_batches((double*)target.grad, target.count, target.start, s, target.std, divide_by, first, last);
             else
-                add_batches((float*)target.grad, target.count, s, (float)target.std, (float)divide_by, first, last);
+                add_batches((float*)target.grad, target.count, target.start, s, (float)target.std, (float)divide_by,
+                            first, last);
         }
     });
 }

@@ -53,6 +53,7 @@ class _Target(ctypes.Structure):
         ("std", c_double),
         ("doubles", c_int32),
         ("index", c_uint32),
+        ("start", c_int64),
     ]
 
 
@@ -340,17 +341,26 @@ class Kernels:
     # ---- noise
 
     def add_noise(
-        self, key: bytes, targets: Sequence[tuple[Tensor, float, int]], *, divide_by: float, threads: int | None = None
+        self,
+        key: bytes,
+        targets: Sequence[tuple[Tensor, float, int]],
+        *,
+        divide_by: float,
+        starts: Sequence[int] | None = None,
+        threads: int | None = None,
     ) -> None:
         """In place, each (grad, std, index) becomes (grad + std z) / divide_by; contiguous float32 or float64.
 
         z is N(0, 1) from ChaCha20 under the 32-byte ``key``, with the tensor's index as nonce: the same for any number
-        of threads.
+        of threads. Shards of tensors have their ``starts`` there, and get the noise of their places.
         """
         if len(key) != 32:
             raise ValueError(f"a ChaCha20 key has 32 bytes, not {len(key)}")
         array = (_Target * len(targets))(
-            *(_Target(t.data_ptr(), t.numel(), std, t.dtype == torch.float64, index) for t, std, index in targets)
+            *(
+                _Target(t.data_ptr(), t.numel(), std, t.dtype == torch.float64, index, start)
+                for (t, std, index), start in zip(targets, starts or [0] * len(targets), strict=True)
+            )
         )
         elements = sum(t.numel() for t, _, _ in targets)
         workers = threads or _workers(elements * 4, 1 << 20)

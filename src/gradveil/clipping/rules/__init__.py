@@ -15,6 +15,7 @@ from gradveil.clipping.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.rules.linear import Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, InstanceNormRule, LayerNormRule, PReLURule, RMSNormRule
+from gradveil.clipping.sharding import plain_type
 
 RULES: dict[type[nn.Module], Callable[[nn.Module], LayerRule]] = {
     nn.Linear: LinearRule,
@@ -40,8 +41,9 @@ def find(module: nn.Module) -> LayerRule | None:
     """The rule of a module, by its exact type: a subclass may do anything in its forward, or not be called at all."""
     if is_parametrized(module):
         return None
-    make = RULES.get(type(module))
-    if make is None and type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers"):
+    kind = plain_type(module)
+    make = RULES.get(kind)
+    if make is None and kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers"):
         make = Conv1DRule
     return make(module) if make is not None else None
 
