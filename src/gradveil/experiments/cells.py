@@ -5,7 +5,8 @@ cell's name is a hash of both. Where a cell is run (device, folder of the data) 
 what is measured.
 
     train    one private or plain training run, in a run directory
-    attack   one attack on victims of a data set (gradveil.attacks.trial)
+    attack   one attack on victims of a data set (gradveil.attacks.trial): on an untrained network, or, where ``of_run``
+             holds the settings of a training cell, on that run at its end
     time     seconds per step of a short run
 """
 
@@ -140,8 +141,11 @@ def _attack(settings: Result, folder: Path, place: Place) -> Result:
     from gradveil.attacks.trial import Trial, run
 
     dataset = settings.pop("dataset")
-    shown = settings.pop("shown", 0)
-    outcome = run(Trial(**settings, device=place.device), data.load(dataset, data_dir=place.data_dir))
+    shown, of_run = settings.pop("shown", 0), settings.pop("of_run", None)
+    if of_run is None:
+        outcome = run(Trial(**settings, device=place.device), data.load(dataset, data_dir=place.data_dir))
+    else:
+        outcome = _attack_on_run(settings, of_run, folder, place)
     if shown:  # images of the data set: in the cell's folder, never in a report by themselves
         pictures = {"original": outcome.secret.x[:shown, 0]}
         pictures |= {f"frame {i}": x[:shown, 0] for i, x in outcome.reconstruction.frames.items()}
@@ -149,6 +153,26 @@ def _attack(settings: Result, folder: Path, place: Place) -> Result:
         arrays = {n: x.clamp(0, 1).nan_to_num(0.5).cpu().numpy().astype(np.float32) for n, x in pictures.items()}
         np.savez_compressed(folder / "pictures.npz", **arrays)  # type: ignore[arg-type]
     return outcome.to_dict() | {"dataset": dataset}
+
+
+def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place) -> Any:
+    from gradveil.attacks.from_run import load_target
+    from gradveil.attacks.trial import Trial, run
+
+    trained = Cell("train", of_run)
+    where = folder.parent / trained.key
+    if not (where / "run" / "config.toml").exists():  # its result may be all that was kept
+        _train(dict(trained.settings), where, place)
+    target = load_target(where / "run", data_dir=place.data_dir)
+    theirs = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
+    private = target.plan.strategy.is_private
+    return run(
+        Trial(**settings, **theirs, step=target.step, steps=target.plan.steps, device=place.device),
+        target.data,
+        model=target.model,
+        plan=target.plan if private else None,
+        rule_state=target.rule_state if private else None,
+    )
 
 
 # ---- time

@@ -62,14 +62,14 @@ class Store:
                 told(len(found), len(wanted), result)
 
         spread = [cell for cell in missing if cell.kind not in ALONE]
-        count = workers.count(len(spread))
-        if count == 1 and workers.backend == "loky":
-            spread = []
-        if spread:
+        for wave in ([c for c in spread if "of_run" not in c.settings], [c for c in spread if "of_run" in c.settings]):
+            count = workers.count(len(wave))  # what looks at a run comes after the runs
+            if not wave or (count == 1 and workers.backend == "loky"):
+                continue
             places = [Place(device, workers.data_dir, _share(count)) for device in workers.devices]
-            tasks = [(cell, self.folder(cell), places[i % len(places)]) for i, cell in enumerate(spread)]
+            tasks = [(cell, self.folder(cell), places[i % len(places)]) for i, cell in enumerate(wave)]
             for i, result in _spread(tasks, count, workers):
-                take(spread[i], result)
+                take(wave[i], result)
         for i, cell in enumerate(cell for cell in missing if cell.key not in found):
             device = workers.devices[i % len(workers.devices)]
             take(cell, run_cell(cell, self.folder(cell), Place(device, workers.data_dir)))
