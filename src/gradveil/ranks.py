@@ -16,6 +16,7 @@ A single process is the case of one rank, and says nothing to anybody.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -209,6 +210,29 @@ def current() -> Ranks:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Ranks()
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The ranks of this run: those of torchrun, joined here and left at the end, or those that are there already."""
+    mine = int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized()
+    if not mine:
+        yield current()
+        return
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(own_device(torch.device("cuda")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield current()
+    finally:
+        dist.destroy_process_group()
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The GPU of this process, where torchrun has started several on this machine and none is named."""
+    local = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", int(local)) if device.type == "cuda" and device.index is None and local else device
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
