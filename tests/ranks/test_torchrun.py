@@ -22,10 +22,7 @@ WITHIN = 60  # seconds in which a job that has lost a process must have ended
 
 
 def start(count: int, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"] if count > 1 else []
-    )
-    module = ["gradveil"] if count > 1 else ["-m", "gradveil"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"] if count > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", *launcher, "gradveil", "train", *arguments],
