@@ -106,7 +106,8 @@ def main() -> None:
         rows.append({"processes": count, **middle, "share_of_ideal": middle["examples_per_second"] / ideal})
         print(rows[-1])
     if args.out:
-        settings = {"workload": args.workload, "steps": args.steps, "rounds": args.rounds}
+        settings = {"workload": args.workload, "steps": args.steps, "rounds": args.rounds, "cores": cores}
+        settings["batch"] = WORKLOADS[args.workload].batch
         write(args.out, {"machine": description("cpu", 1), **settings, "rows": rows, "all": taken})
 
 

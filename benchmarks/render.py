@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md", "docs/scaling.md")
 ABSENT = "not measured yet"
 
 OURS = {  # mode -> heading
@@ -290,12 +290,91 @@ def claims() -> str:
     return _table(["", "claim", "here", "figures"], rows) if rows else ABSENT
 
 
+# ---- docs/scaling.md
+
+
+def ranks() -> str:
+    """Throughput over processes."""
+    data = _load("ranks_cpu")
+    if data is None:
+        return ABSENT
+    rows = [
+        [
+            str(row["processes"]),
+            f"{row['examples_per_second']:.1f}",
+            f"{row['seconds_per_step']:.3f}",
+            f"{row['seconds_in_sums']:.3f}",
+            f"{row['share_of_ideal']:.2f}",
+        ]
+        for row in data["rows"]
+    ]
+    head = ["processes", "examples per second", "seconds per step", "of these in sums and waiting", "share of ideal"]
+    told = (
+        f"{data['machine']['machine']}; {data['workload']}, {data['batch']} examples for each process on average, "
+        f"{data['steps']} steps, median of {data['rounds']} rounds; `{data['machine']['command']}`. Ideal: the "
+        f"throughput of one process times their number, up to the {data['cores']} cores."
+    )
+    return f"{told}\n\n{_table(head, rows)}"
+
+
+def gpt2() -> str:
+    """A private step of GPT-2 beside a plain one."""
+    data = _load("gpt2_cuda")
+    if data is None:
+        return ABSENT
+    rows = []
+    for kind, modes in data["results"].items():
+        for mode, found in modes.items():
+            shown = [found["failed"], "", ""] if "failed" in found else [
+                f"{1e3 * found['median']:.1f}", f"{found['ratio']:.2f}", f"{found['memory_ratio']:.2f}"
+            ]  # fmt: skip
+            rows.append(["LoRA, rank 8" if kind == "lora" else "all parameters", mode, *shown])
+    told = (
+        f"{data['machine']['machine']}; batch {data['batch']}, {data['length']} tokens, "
+        f"{'bfloat16 autocast' if data['bf16'] else 'float32'}; `{data['machine']['command']}`."
+    )
+    return f"{told}\n\n{_table(['', 'mode', 'ms per step', 'over plain', 'peak memory over plain'], rows)}"
+
+
+def cost_model() -> str:
+    data = _load("cost_model")
+    if data is None:
+        return ABSENT
+    a = data["assumptions"]
+    rows = [
+        [
+            f"{row['processes']:.0f}",
+            *(f"{row[k]:.3f}" for k in ("compute", "waiting", "sums", "noise", "step")),
+            f"{row['bytes_sent'] / 1e9:.1f}",
+            f"{row['flops_per_process']:.2g}",
+            f"{row['sampling']:.3f}",
+        ]
+        for row in data["rows"]
+    ]
+    told = (
+        f"Predicted, not measured: {a['parameters']:.0e} parameters, {a['batch']} sequences of {a['tokens']} tokens a "
+        f"batch, {a['examples']:.0e} examples in all; {a['flops_per_second']:.0e} FLOP/s for each GPU, sums at "
+        f"{a['link_inside'] / 1e9:.0f} GB/s inside a machine of {a['gpus_per_machine']} and "
+        f"{a['link_between'] / 1e9:.0f} between; a private step takes {a['private_over_plain']} x a plain one. Seconds:"
+    )
+    head = ["GPUs", "compute", "waiting for the fullest", "sums", "noise", "step"]
+    head += ["GB sent by each", "FLOPs of each", "sampling, on the CPU"]
+    held = "".join(
+        f"\n- {row['processes']} processes: predicted {row['predicted']:.3f} s a step, measured {row['measured']:.3f}"
+        for row in data.get("held_against", [])
+    )
+    return f"{told}\n\n{_table(head, rows)}\n\nThe same model, held against the measurement above:\n{held}"
+
+
 def figure(name: str, what: str) -> str:
     return f"![{what}](figures/{name}.svg)" if (FIGURES / f"{name}.svg").exists() else "not drawn yet"
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "mnist_full_length": mnist_full_length,
+    "ranks_cpu": ranks,
+    "gpt2": gpt2,
+    "cost_model": cost_model,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),

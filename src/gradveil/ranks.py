@@ -215,8 +215,7 @@ def current() -> Ranks:
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """The ranks of this run: those of torchrun, joined here and left at the end, or those that are there already."""
-    mine = int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized()
-    if not mine:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_available() or dist.is_initialized():
         yield current()
         return
     on_gpu = device.startswith("cuda")
@@ -232,7 +231,7 @@ def joined(device: str) -> Iterator[Ranks]:
 def own_device(device: torch.device) -> torch.device:
     """The GPU of this process, where torchrun has started several on this machine and none is named."""
     local = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", int(local)) if device.type == "cuda" and device.index is None and local else device
+    return torch.device("cuda", int(local)) if str(device) == "cuda" and local else device
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

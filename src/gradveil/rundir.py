@@ -6,6 +6,7 @@
       ledger.jsonl         every release (ledger.py)
       metrics.jsonl        loss, accuracy, epsilon over the steps
       secret.json          mode 0600: the seed of a seeded run
+      audit.json           what gradveil audit found, if it was run
       checkpoints/step-00000100.safetensors, .json
 
 A checkpoint is its JSON file: written last, by rename, with the hash of the tensors beside it and the

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 
 import pytest
 
 from gradveil.errors import RunDirectoryError
-from gradveil.reports.comparison import HEADINGS, row_of, shown
+from gradveil.reports.comparison import HEADINGS, brief, row_of, shown
 from gradveil.reports.facts import read_run
 from small_runs import damaged, trained, with_attack
 
@@ -107,3 +108,41 @@ def test_what_is_no_run_is_refused(tmp_path):
         read_run(tmp_path)
     with pytest.raises(RunDirectoryError, match="neither"):
         read_run(tmp_path / "nowhere")
+
+
+def test_an_audit_is_stated_beside_what_is_proved_for_the_same(run):
+    told = {
+        "unit": "one step",
+        "epsilon_lower_bound": 5.8,
+        "epsilon_proved": "inf",
+        "delta": 1e-5,
+        "confidence": 0.95,
+        "statistic": "noise scale",
+        "method": "one-run",
+        "trials": 2000,
+        "verdict": "nothing is proved, and at least this much leaks",
+    }
+    (run / "audit.json").write_text(json.dumps(told))
+    facts = read_run(run)
+    assert facts.audited == 5.8
+    assert facts.audit_limit == math.inf
+    text = " ".join(str(facts.statement).split())
+    assert "Audited: epsilon of one step is at least 5.8 at delta = 1e-05 with confidence 0.95" in text
+    assert "(noise scale, one-run, 2000 trials). Proved for one step: infinite." in text
+    assert "at least this much leaks. A lower bound can refute, never prove." in text
+    assert facts.statement.to_dict()["audited"] == told
+    row = row_of(facts)
+    assert (row["epsilon_audited"], row["audited_unit"], row["epsilon_proved_of_audited"]) == (5.8, "one step", "inf")
+    assert ">= 5.8 in one step (proved infinite)" in brief(row)
+
+
+def test_an_audit_that_says_little_is_of_the_whole_run(run):
+    (run / "audit.json").write_text(json.dumps({"epsilon_lower_bound": 0.5}))
+    facts = read_run(run)
+    assert facts.audit_limit == facts.proved
+    assert "epsilon of the run is at least 0.5." in str(facts.statement)
+    assert ">= 0.5" in brief(row_of(facts))
+    (run / "audit.json").write_text(json.dumps({"epsilon_lower_bound": "much", "delta": "small"}))
+    facts = read_run(run)
+    assert facts.audited is None
+    assert "is at least unknown at delta = unknown" in str(facts.statement)

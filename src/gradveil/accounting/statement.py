@@ -64,6 +64,11 @@ def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "infinite"
 
 
+def _told(value: object) -> str:
+    """A number of an audit.json, where infinity is "inf"."""
+    return _number(float(value)) if isinstance(value, int | float) or value == "inf" else "unknown"
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -73,7 +78,7 @@ class Statement:
     """Three epsilons that are never merged: ``proved``, ``paper`` (as published), ``audited``.
 
     ``proved`` is under the neighbours that suit the sampler, ``proved_other`` under the other ones.
-    ``paper`` is empty for a run without noise. ``audited`` stays None until an audit was run.
+    ``paper`` is empty for a run without noise. ``audited`` is what an audit.json holds, None until an audit was run.
     """
 
     header: RunHeader
@@ -161,6 +166,26 @@ class Statement:
             text += f". zCDP and MA: {warning}"
         return text + "."
 
+    def _audited_text(self) -> str:
+        found = self.audited
+        if found is None:
+            return "not run."
+        unit = found.get("unit", "the run")
+        text = f"epsilon of {unit} is at least {_told(found.get('epsilon_lower_bound'))}"
+        if "delta" in found:
+            text += f" at delta = {_told(found['delta'])}"
+        if "confidence" in found:
+            text += f" with confidence {_told(found['confidence'])}"
+        how = [str(found[name]) for name in ("statistic", "method") if name in found]
+        if "trials" in found:
+            how.append(f"{found['trials']} trials")
+        text += f" ({', '.join(how)})." if how else "."
+        if "epsilon_proved" in found:
+            text += f" Proved for {unit}: {_told(found['epsilon_proved'])}."
+        if "verdict" in found:
+            text += f" Verdict: {found['verdict']}."
+        return text + " A lower bound can refute, never prove."
+
     def __str__(self) -> str:
         header = self.header
         sampling = _SAMPLING.get(header.sampling, header.sampling).format(
@@ -183,7 +208,7 @@ class Statement:
             _row("  otherwise", self._proved_text(self.proved_other)),
             _row("Meaning", self.meaning()),
             _row("As published", "not a guarantee: " + self._paper_text()),
-            _row("Audited", "not run" if self.audited is None else str(dict(self.audited))),
+            _row("Audited", self._audited_text()),
             "",
         ]
         if math.isfinite(self.proved.epsilon):
@@ -200,8 +225,14 @@ def is_noised(header: RunHeader, releases: Sequence[Release]) -> bool:
     return header.guarantee != "none" and all(r.sigma > 0 and math.isfinite(r.sigma) for r in releases)
 
 
-def statement(header: RunHeader, releases: Sequence[Release], *, delta: float | None = None) -> Statement:
-    """The statement of a run, computed from its records alone. No releases: epsilon 0."""
+def statement(
+    header: RunHeader,
+    releases: Sequence[Release],
+    *,
+    delta: float | None = None,
+    audited: Mapping[str, Any] | None = None,
+) -> Statement:
+    """The statement of a run, computed from its records alone. No releases: epsilon 0. ``audited`` is stated beside."""
     neighbours, accountant = default_view(header.sampling)
     other_neighbours: Neighbours = "replace-one" if neighbours == "add-remove" else "add-remove"
     return Statement(
@@ -211,4 +242,5 @@ def statement(header: RunHeader, releases: Sequence[Release], *, delta: float | 
         proved=proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant),
         proved_other=proved_epsilon(header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant),
         paper=from_releases(header, releases, delta=delta) if is_noised(header, releases) else {},
+        audited=audited,
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from gradveil.cli.account import open_run, trusted
+from gradveil.errors import DataError
+from gradveil.reports.facts import AUDIT
 
 
 @click.command("statement")
@@ -15,11 +17,16 @@ from gradveil.cli.account import open_run, trusted
 @click.option("--delta", type=float, help="[default: the run's]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: Path, delta: float | None, as_json: bool) -> None:
-    """Print the privacy statement of RUN (a run directory, or a ledger file), from its verified ledger alone."""
+    """Print the privacy statement of RUN (a run directory or a ledger file): from its verified ledger and its audit."""
     from gradveil.accounting import check_delta, statement
 
     if delta is not None:
         check_delta(delta)
     contents = open_run(run)
-    result = trusted(lambda: statement(contents.header, contents.charged(), delta=delta))
+    audit = run / AUDIT
+    try:
+        audited = json.loads(audit.read_text()) if audit.is_file() else None
+    except ValueError:
+        raise DataError(f"{audit} is damaged: it is not what gradveil audit wrote. Audit the run again.") from None
+    result = trusted(lambda: statement(contents.header, contents.charged(), delta=delta, audited=audited))
     click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else str(result))

@@ -164,7 +164,7 @@ def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place)
     if not (where / "run" / "config.toml").exists():  # its result may be all that was kept
         _train(dict(trained.settings), where, place)
     target = load_target(where / "run", data_dir=place.data_dir)
-    theirs = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
+    theirs: Result = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
     private = target.plan.strategy.is_private
     return run(
         Trial(**settings, **theirs, step=target.step, steps=target.plan.steps, device=place.device),

@@ -221,7 +221,15 @@ def not_tested(run: RunFacts) -> list[str]:
     else:
         found += _attacks_left(run)
     if run.audit is None:
-        found.append("No audit was run: that the code does what is proved was not measured on this run.")
+        found.append(
+            "No audit was run: that the code does what is proved was not measured on this run. gradveil audit RUN does."
+        )
+    else:
+        unit = run.audit.get("unit", "a whole run")
+        found.append(
+            f"The audit looked for a leak of {unit}, on its own data, by the statistics it names. A leak that they do "
+            "not see would not have been found."
+        )
     found.append(
         "Attacks on the finished model (membership inference, extraction, attribute inference) are not on this page."
     )

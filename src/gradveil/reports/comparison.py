@@ -18,6 +18,8 @@ HEADINGS = {
     "delta": "delta",
     "epsilon_as_published": "eps as published (MA)",
     "epsilon_audited": "eps audited",
+    "audited_unit": "audited, of",
+    "epsilon_proved_of_audited": "eps proved of that",
     "noise_std_first": "noise first",
     "noise_std_last": "noise last",
     "attack": "attack",
@@ -44,7 +46,9 @@ def row_of(run: RunFacts) -> dict[str, Any]:
         "neighbours": None if statement is None else statement.proved.neighbours,
         "delta": None if statement is None else statement.proved.delta,
         "epsilon_as_published": None if paper is None else _safe(paper.epsilon),
-        "epsilon_audited": None if run.audit is None else _safe(run.audit.get("epsilon_lower_bound")),
+        "epsilon_audited": _safe(run.audited),
+        "audited_unit": None if run.audit is None else str(run.audit.get("unit", "a whole run")),
+        "epsilon_proved_of_audited": None if run.audit is None else _safe(run.audit_limit),
         "noise_std_first": max(releases[0].noise_std) if releases else None,
         "noise_std_last": max(releases[-1].noise_std) if releases else None,
         "attack": None if strongest is None else strongest.name,
@@ -67,13 +71,24 @@ BRIEF = ("run", "strategy", "state", "accuracy", *_SPENT, "noise std", "attack",
 def brief(row: dict[str, Any]) -> list[str]:
     """The row for a terminal, in the order of ``BRIEF``: what belongs together in one column."""
     state = str(row["state"]).partition(",")[0]
-    spent = [_words(row[f"epsilon_{kind}"]) for kind in ("proved", "as_published", "audited")]
+    spent = [_words(row[f"epsilon_{kind}"]) for kind in ("proved", "as_published")]
+    spent.append(_audited(row))
     noise = "-" if row["noise_std_first"] is None else f"{row['noise_std_first']:.3g} to {row['noise_std_last']:.3g}"
     attack = "not run"
     if row["attack"] is not None:
         attack = f"{row['attack']} {_words(row['attack_psnr'])} dB (guess {_words(row['attack_guess_psnr'])})"
     ends = [noise, attack, _words(row["seconds_per_step"])]
     return [row["run"], row["strategy"], state, _words(row["accuracy"]), *spent, *ends]
+
+
+def _audited(row: dict[str, Any]) -> str:
+    """The lower bound, and of what it is where that is not the whole run, which the other epsilons are of."""
+    if row["epsilon_audited"] is None:
+        return "-"
+    told = f">= {_words(row['epsilon_audited'])}"
+    if row["audited_unit"] == "a whole run":
+        return told
+    return f"{told} in {row['audited_unit']} (proved {_words(row['epsilon_proved_of_audited'])})"
 
 
 def _words(value: Any) -> str:

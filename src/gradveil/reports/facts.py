@@ -125,17 +125,28 @@ class RunFacts:
 
     @cached_property
     def statement(self) -> Statement | None:
-        """From the ledger alone; None where that cannot be trusted. Takes a second for long runs."""
+        """From the ledger, the audit beside it; None where that cannot be trusted. Takes a second for long runs."""
         from gradveil.accounting import statement
 
         if self.contents is None:
             return None
-        return statement(self.contents.header, self.contents.charged())
+        return statement(self.contents.header, self.contents.charged(), audited=self.audit)
 
     @property
     def proved(self) -> float | None:
         """The proved epsilon; infinite where nothing is proved, None where there is no ledger to prove it from."""
         return None if self.statement is None else float(self.statement.proved.epsilon)
+
+    @property
+    def audited(self) -> float | None:
+        """The lower bound on epsilon that an audit measured."""
+        return None if self.audit is None else _number(self.audit.get("epsilon_lower_bound"))
+
+    @property
+    def audit_limit(self) -> float | None:
+        """What the audited epsilon may not exceed: what is proved for the same, a step or a run; None: not known."""
+        own = None if self.audit is None else _number(self.audit.get("epsilon_proved"))
+        return self.proved if own is None else own
 
     @property
     def strongest(self) -> AttackFacts | None:
@@ -182,6 +193,17 @@ def _ledger(run: RunDirectory) -> tuple[Contents | None, str | None]:
         return (run.verified_ledger() if run.config.exists() else read_ledger(run.ledger)), None
     except (LedgerError, RunDirectoryError) as error:
         return None, str(error)
+
+
+def _number(value: object) -> float | None:
+    """Of JSON, where infinity is "inf"; None where it is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except ValueError:
+        return None
+    return None if math.isnan(found) else found
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -103,11 +103,11 @@ def _accuracy(run: RunFacts, limit: float) -> Gate:
 def _audit(run: RunFacts) -> Gate:
     """Always asked where there is an audit: a lower bound above what is proved is a fault of the code."""
     assert run.audit is not None
-    bound = float(run.audit.get("epsilon_lower_bound", math.nan))
-    proved = run.proved
-    if math.isnan(bound) or proved is None:
-        return _gate(run, "audit", False, "audit.json holds no lower bound that could be compared with the ledger.")
-    told = f"audited epsilon is at least {bound:.4g}, proved at most {proved:.4g}"
+    bound, proved = run.audited, run.audit_limit
+    if bound is None or proved is None:
+        return _gate(run, "audit", False, "audit.json holds no lower bound that could be compared with what is proved.")
+    unit = f" of {run.audit['unit']}" if "unit" in run.audit else ""
+    told = f"audited epsilon{unit} is at least {bound:.4g}, proved at most {proved:.4g}"
     return _gate(run, "audit", bound <= proved, f"{told}.")
 
 

@@ -34,14 +34,21 @@ if TYPE_CHECKING:
     from gradveil.accounting import ProvedEpsilon
 
 _HERE = Path(__file__).parent
-_AUDIT = (
-    "method",
-    "delta",
-    "confidence",
-    "neighbours",
-    "canaries",
-    "trials",
-)  # what is shown of audit.json, if it is there
+# What is shown of audit.json, if it is there, and under which name.
+_AUDIT = {
+    "unit": "of",
+    "epsilon_proved": "proved for that, at most",
+    "epsilon_as_published": "as published for that",
+    "verdict": "verdict",
+    "statistic": "statistic",
+    "method": "method",
+    "delta": "delta",
+    "confidence": "confidence",
+    "neighbours": "neighbours",
+    "trials": "trials",
+    "tests": "tests that share the confidence",
+    "threat_model": "the auditor",
+}
 
 
 def write_page(runs: Sequence[RunFacts], path: Path, *, examples: int = 0, title: str | None = None) -> None:
@@ -273,14 +280,18 @@ class _Shown:
         audit = self.run.audit
         if audit is None:
             return []
-        kept = [(name, number(audit[name])) for name in _AUDIT if isinstance(audit.get(name), str | int | float)]
+        kept = [
+            (words, number(audit[name]))
+            for name, words in _AUDIT.items()
+            if isinstance(audit.get(name), str | int | float)
+        ]
         return [("epsilon is at least", number(audit.get("epsilon_lower_bound"))), *kept]
 
     @property
     def fault(self) -> str:
         """A lower bound above the upper one cannot be."""
-        found, proved = (self.run.audit or {}).get("epsilon_lower_bound"), self.run.proved
-        if isinstance(found, int | float) and proved is not None and found > proved:
+        found, proved = self.run.audited, self.run.audit_limit
+        if found is not None and proved is not None and found > proved:
             return "More than what is proved: the code, the accounting or the audit is at fault."
         return ""
 

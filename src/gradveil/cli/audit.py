@@ -1,0 +1,162 @@
+"""``gradveil audit``: lower bounds on epsilon, measured, beside what is proved."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gradveil import schedules, strategies
+from gradveil.cli._options import flags as shown
+from gradveil.cli._options import given
+from gradveil.cli._output import number, table
+from gradveil.cli.train import _options as strategy_options
+from gradveil.config import RunConfig, read_toml
+from gradveil.errors import ConfigError
+from gradveil.reports.facts import AUDIT
+from gradveil.rundir import RunDirectory, write_whole
+
+if TYPE_CHECKING:
+    from gradveil.audit import Audit
+
+_DECAYS = click.Choice(list(schedules.DECAYS))
+# What a run's config.toml says, and flags say in its place.
+_OF_A_RUN = {
+    "dataset", "model", "strategy", "clip", "sigma", "delta", "clipping", "reading", "decay", "clip_end", "sigma_end",
+    "fixed_variance", "options", "lr",
+}  # fmt: skip
+
+
+@click.command("audit")
+@click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
+@click.option("--strategy", help="Strategy (gradveil strategies lists them).")
+@click.option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
+@click.option("--sigma", type=float, help="Noise scale, at the start.  [default: 6]")
+@click.option("--delta", type=float, help="[default: 1e-5]")
+@click.option("--clipping", help="per-layer or flat.  [default: per-layer]")
+@click.option("--reading", type=click.Choice(strategies.READINGS), help="Reading of l2-max.  [default: example]")
+@click.option("--decay", type=_DECAYS, help="Shape of whatever decays.")
+@click.option("--clip-end", type=float, help="Clip bound at the last step.  [default: half of --clip]")
+@click.option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
+@click.option("--fixed-variance", is_flag=True, default=None, help="Constant noise std: sigma_t = varsigma / S_t.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
+@click.option("--dataset", help="Whose test examples are used.  [default: digits, or the run's]")
+@click.option("--model", help="A network that gradveil train knows.  [default: auto, or the run's]")
+@click.option("--lr", type=float, help="Learning rate.  [default: 0.05]")
+@click.option("--steps", default=2000, show_default=True, help="Steps of the step-bit audit, each a coin.")
+@click.option("--runs", default=0, show_default=True, help="Whole runs to audit besides, half of them with the canary.")
+@click.option("--run-steps", default=10, show_default=True, help="Steps of each of them.")
+@click.option("--sample-rate", default=0.5, show_default=True, help="With which they draw their batches.")
+@click.option("--jobs", default=1, show_default=True, help="Processes that share them.")
+@click.option("--examples", default=16, show_default=True, help="In the data, the canary among them.")
+@click.option("--as-they-are", is_flag=True, help="Do not weigh the other examples down.")
+@click.option("--confidence", default=0.95, show_default=True, help="Of all bounds together.")
+@click.option("--seed", default=0, show_default=True, help="Of coins, noise and initial weights.")
+@click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="[default: audit.json in RUN, or no file]")
+@click.option("--json", "as_json", is_flag=True, help="Print audit.json instead of a table.")
+def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> None:
+    """Audit a strategy: how much does it leak, at least, of whether one example took part?
+
+    A canary is put into live private training, and an auditor who knows everything but its coin and the noise guesses.
+    What comes out is a lower bound on epsilon. One above what is proved shows a fault: exit code 1. One below it proves
+    nothing. With RUN, the strategy and numbers of a run: the audit trains anew, and reads none of its training data.
+    """
+    from gradveil.audit import audit_json, audit_runs, audit_steps, setting_of
+    from gradveil.audit.runs import check_runs
+
+    config = _config(run, rest)
+    where = out or (None if run is None else run / AUDIT)
+    if where is not None and not where.parent.is_dir():
+        raise ConfigError(f"{where.parent} is not a directory: what is found could not be written. Give another --out.")
+    if rest["runs"]:
+        check_runs(rest["runs"])  # before the steps, which take a while
+    calm = None if rest["as_they_are"] else 0.1
+    shared = {"seed": rest["seed"], "confidence": rest["confidence"]}
+    setting = {"examples": rest["examples"], "calm": calm, "seed": rest["seed"]}
+    audits = []
+    with _told(f"{config.strategy}, a coin for every step", rest["steps"]) as progress:
+        audits.append(audit_steps(setting_of(config, **setting), steps=rest["steps"], progress=progress, **shared))
+    if rest["runs"]:
+        runs = {"runs": rest["runs"], "steps": rest["run_steps"], "jobs": rest["jobs"]}
+        with _told(f"{config.strategy}, whole runs", rest["runs"]) as progress:
+            sampled = setting_of(config, sample_rate=rest["sample_rate"], **setting)
+            audits.append(audit_runs(sampled, progress=progress, **runs, **shared))
+    found = audit_json(audits)
+    if where is not None:
+        write_whole(where, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+    if as_json:
+        click.echo(json.dumps(found, allow_nan=False))
+    else:
+        for audit in audits:
+            _print(audit)
+    if where is not None:
+        click.echo(f"written to {where}", err=True)
+    if any(audit.is_broken for audit in audits):
+        sys.exit(1)
+
+
+def _config(run: Path | None, rest: dict[str, Any]) -> RunConfig:
+    ctx = click.get_current_context()
+    told = {name: rest[name] for name in given(ctx) & _OF_A_RUN}
+    if "options" in told:
+        told["options"] = strategy_options(told["options"])
+    if run is not None:
+        if told:
+            raise ConfigError(
+                f"{run} has its own settings, and {shown(ctx, set(told))} would say them again. Give either a run or "
+                "the settings of a strategy."
+            )
+        config = RunConfig.check(read_toml(RunDirectory.open(run).config))
+    elif "strategy" not in told:
+        raise ConfigError("nothing is named to audit. Give --strategy, or the directory of a run.")
+    else:
+        strategies.get(told["strategy"])
+        config = RunConfig.check(told)
+    return config if rest["data_dir"] is None else config.model_copy(update={"data_dir": rest["data_dir"]})
+
+
+@contextmanager
+def _told(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; without a terminal, one line that says what goes on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        click.echo(f"{what}: {total} ...", err=True)
+        yield lambda done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _print(audit: Audit) -> None:
+    first = audit.strongest
+    rows = [
+        [
+            bound.statistic,
+            bound.method,
+            f">= {number(bound.epsilon, 3)}",
+            number(audit.proved, 3),
+            number(audit.as_published, 3),
+            audit.verdict(bound),
+        ]
+        for bound in audit.bounds
+    ]
+    because = "" if audit.reason is None else f"Nothing is proved: {audit.reason}. "
+    table(
+        ["statistic", "bound", f"epsilon of {audit.unit}", "proved", "as published", "verdict"],
+        rows,
+        title=f"{audit.strategy}: {audit.unit}, {first.trials} trials",
+        note=f"At delta = {first.delta:g}, neighbours add-remove, {100 * first.confidence:g} % confidence for all rows "
+        f"together, shared out among {audit.tests} tests. The auditor {first.threat_model}. {because}What is published "
+        "is not a guarantee. A lower bound shows what leaks; that it is low proves nothing.",
+    )

@@ -1,0 +1,133 @@
+"""The auditor finds faults: each is planted in gradveil's own code, and the lower bound rises above what is proved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from audited import UsedTwice, layers, setting
+
+from gradveil import audit
+from gradveil.clipping import clipper as clippers
+from gradveil.clipping.clipper import Clipper
+from gradveil.clipping.uses import Use, row_sq_norms
+from gradveil.parts import PhysicalParts
+from gradveil.randomness import NoiseSource
+from gradveil.records import Release
+
+
+def found(made, steps=400):
+    """The audit of a setting; run before and after a fault is planted."""
+    return audit.audit_steps(made, steps=steps, seed=3)
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """Of the setting that most tests break."""
+    return found(setting())
+
+
+def noise_scaled_by(monkeypatch, factor):
+    add = NoiseSource.add_to
+
+    def less(self, grads, stds, **rest):
+        add(self, grads, [factor * std for std in stds], **rest)
+
+    monkeypatch.setattr(NoiseSource, "add_to", less)
+
+
+def test_noise_halved(monkeypatch, healthy):
+    assert healthy.verdict() == "consistent with what is proved"
+    noise_scaled_by(monkeypatch, 0.5)
+    broken = found(setting())
+    assert broken.proved == healthy.proved
+    assert broken.verdict() == "BROKEN: above what is proved"
+
+
+def test_noise_halved_under_flat_clipping(monkeypatch):
+    assert not found(setting(clipping="flat")).is_broken
+    noise_scaled_by(monkeypatch, 0.5)
+    assert found(setting(clipping="flat")).is_broken
+
+
+def test_clip_not_applied_to_one_layer(monkeypatch, healthy):
+    assert not healthy.is_broken
+    whole = Clipper.bounds
+
+    def all_but_the_first(self, bounds):
+        whole.fset(self, (1e6, *bounds[1:]))
+
+    monkeypatch.setattr(Clipper, "bounds", whole.setter(all_but_the_first))
+    assert found(setting()).is_broken
+
+
+def test_noise_added_per_physical_batch_at_the_wrong_scale(monkeypatch):
+    """Each of k parts gets noise of std / k: together std / sqrt(k)."""
+    parts, made = 4, {"physical": 2, "examples": 8}
+    assert not found(setting(**made)).is_broken
+    put_aside = PhysicalParts.put_aside
+    noise_scaled_by(monkeypatch, 1 / parts)
+    generator = torch.Generator().manual_seed(7)
+
+    def noised_part(self, parameters, *, weight=1.0):
+        parameters = list(parameters)
+        for parameter in parameters:
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = parameter.grad + drawn / parts  # sigma C = 1
+        put_aside(self, parameters, weight=weight)
+
+    monkeypatch.setattr(PhysicalParts, "put_aside", noised_part)
+    assert found(setting(**made)).is_broken
+
+
+def test_a_clip_schedule_that_changes_the_noise_but_not_the_clip(monkeypatch):
+    made = {"strategy": "dyn-s-decay", "clip_end": 0.25}
+    assert not found(setting(**made)).is_broken
+    set_bounds = Clipper.bounds
+
+    def never_moves(self, bounds):
+        if not hasattr(self, "_bounds"):
+            set_bounds.fset(self, bounds)
+
+    monkeypatch.setattr(Clipper, "bounds", set_bounds.setter(never_moves))
+    assert found(setting(**made)).is_broken
+
+
+def test_a_parameter_used_twice_clipped_separately(monkeypatch):
+    made = {"model": UsedTwice()}
+    assert not found(setting(**made), steps=800).is_broken
+
+    class Apart(Use):
+        """Each use clipped on its own at C = 1, and the clipped uses added up."""
+
+        def __init__(self, uses):
+            self.uses, self.examples, self.device = uses, uses[0].examples, uses[0].device
+
+        def per_example(self, rows):
+            columns = zip(*(self._clipped(use, rows) for use in self.uses), strict=True)
+            return [torch.stack(column).sum(0) for column in columns]
+
+        @staticmethod
+        def _clipped(use, rows):
+            grads = use.per_example(rows)
+            norms = sum(row_sq_norms(g) for g in grads).sqrt()
+            return [g * (1.0 / norms).clamp(max=1.0).view(-1, *[1] * (g.dim() - 1)) for g in grads]
+
+        def sq_norms(self):
+            return [0.0 * norms for norms in super().sq_norms()]  # clipped already, so it says
+
+    monkeypatch.setattr(clippers, "CombinedUse", Apart)
+    assert found(setting(**made), steps=800).is_broken
+
+
+def test_accounting_with_sigma_instead_of_sigma_over_the_root_of_the_number_of_layers(monkeypatch):
+    made = {"model": layers(64, 16, 16, 10)}
+    healthy = found(setting(**made), steps=800)
+    assert not healthy.is_broken
+    monkeypatch.setattr(Release, "multiplier", property(lambda self: self.sigma))
+    broken = found(setting(**made), steps=800)
+    assert broken.bounds == healthy.bounds  # the release is the same; what is claimed for it is not
+    assert broken.proved == pytest.approx(audit.gaussian_epsilon(1.0, 1e-5))
+    assert healthy.proved == pytest.approx(audit.gaussian_epsilon(math.sqrt(3), 1e-5))
+    assert broken.is_broken
