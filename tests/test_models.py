@@ -8,7 +8,17 @@ from torch import nn
 
 from gradveil.data import CATALOGUE, load
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.models import ACTIVATIONS, build, paper_cnn, paper_mlp
+from gradveil.models import (
+    ACTIVATIONS,
+    KINDS,
+    build,
+    linear,
+    paper_cnn,
+    paper_mlp,
+    scatter_cnn,
+    tempered_cnn,
+    trained_part,
+)
 
 
 @pytest.mark.parametrize(
@@ -142,5 +152,69 @@ def test_other_refusals() -> None:
         build("paper-mlp", CATALOGUE["digits"])
     with pytest.raises(ConfigError, match="takes image data"):
         build("paper-cnn", CATALOGUE["location"])
-    with pytest.raises(ConfigError, match="no dropout and ReLU only"):
+    with pytest.raises(ConfigError, match="paper-mlp has no dropout"):
         build("auto", CATALOGUE["location"], dropout=0.5)
+    with pytest.raises(ConfigError, match="linear has no choice of activation"):
+        build("linear", CATALOGUE["location"], activation="tanh")
+    with pytest.raises(ConfigError, match=r"takes feature map data, and this data set is image .* or give features"):
+        build("scatter-cnn", CATALOGUE["digits"])
+    with pytest.raises(ConfigError, match="takes image data, and scattering features are feature maps"):
+        build("paper-cnn", CATALOGUE["digits"], features="scattering")
+    with pytest.raises(ConfigError, match=r"activation 'relu' is not bounded.*Give tanh or sigmoid"):
+        build("tempered-cnn", CATALOGUE["digits"])
+
+
+# ---- what is accurate at a proved epsilon
+
+
+def test_a_linear_layer_starts_from_zero_and_takes_anything() -> None:
+    for name in ("mnist", "location"):
+        model = build("linear", CATALOGUE[name])
+        assert [list(p.shape) for p in model.parameters()] == [
+            [CATALOGUE[name].classes, math.prod(CATALOGUE[name].input_shape)],
+            [CATALOGUE[name].classes],
+        ]
+        assert not any(p.any() for p in model.parameters())
+        assert model(torch.rand(3, *CATALOGUE[name].input_shape)).shape == (3, CATALOGUE[name].classes)
+
+
+@pytest.mark.parametrize("network", [scatter_cnn, tempered_cnn])
+@pytest.mark.parametrize("shape", [(81, 7, 7), (243, 8, 8), (1, 28, 28), (3, 32, 32)])
+def test_convolutional_networks_have_biases_of_zero_and_treat_each_example_alone(network, shape) -> None:
+    model = network(shape, 10)
+    for name, p in model.named_parameters():
+        if "norm" not in name:
+            assert p.any() != name.endswith("bias")
+    x = torch.rand(4, *shape)
+    together = model(x)
+    assert together.shape == (4, 10)
+    assert torch.allclose(together[:1], model(x[:1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in KINDS if "feature map" in KINDS[n]])
+def test_features_come_first_and_what_is_trained_keeps_its_names(name: str) -> None:
+    made = {"activation": "tanh"} if name != "linear" else {}
+    model = build(name, CATALOGUE["digits"], features="scattering", **made)
+    assert next(iter(dict(model.named_children()))) == "features"
+    head = trained_part(model)
+    assert head.state_dict().keys() == model.state_dict().keys()
+    x = torch.rand(3, 1, 8, 8)
+    assert torch.equal(model(x), head(model.features(x)))
+    assert str(trained_part(head)) == str(head)
+
+
+def test_auto_on_features_is_a_linear_layer() -> None:
+    model = build("auto", CATALOGUE["digits"], features="scattering")
+    assert [n for n, _ in model.named_children()] == ["features", "flatten", "linear"]
+
+
+@pytest.mark.parametrize(("network", "least"), [(scatter_cnn, 2), (tempered_cnn, 4)])
+def test_the_refusals_of_convolutional_networks(network, least) -> None:
+    assert network((3, least, least), 5)(torch.rand(2, 3, least, least)).shape == (2, 5)
+    with pytest.raises(ConfigError, match=f"at least {least}x{least}"):
+        network((3, least - 1, 8), 5)
+    with pytest.raises(UnknownNameError, match="activation"):
+        network((3, 8, 8), 5, activation="tan")
+    for make in (lambda: network((3, 8, 8), 1), lambda: linear((3, 8, 8), 1)):
+        with pytest.raises(ConfigError, match="classes"):
+            make()

@@ -25,7 +25,8 @@ SEED = 918273645
 
 def settings(**changes: Any) -> RunConfig:
     made: dict[str, Any] = {"dataset": "digits", "steps": 12, "batch_size": 32, "sigma": 12.0, "lr": 0.2}
-    return RunConfig.check(made | {"evaluate_every": 4, "checkpoint_every": 4} | changes)
+    made |= {"evaluate_every": 4, "checkpoint_every": 4} | changes
+    return RunConfig.check({name: value for name, value in made.items() if value is not None})
 
 
 def tensors(where: Path, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -77,6 +78,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "without replacement": {"sampling": "without-replacement"},
     "flat": {"clipping": "flat"},
+    "averaged weights": {"average": 0.9},
+    "scattering, a target": {"features": "scattering", "model": "linear", "sigma": None, "epsilon": 3.0},
 }
 
 

@@ -30,6 +30,10 @@ DEFAULTS: dict[str, tuple[int, int]] = {
     "retail-10": (5_000, 100),
 }
 
+# Settings that came later: written down where they are not at their defaults, so that the digest of every earlier
+# run, which its checkpoints carry, stays what it was.
+_LATER = ("features", "calibrated", "average")
+
 
 class RunConfig(BaseModel):
     """One training run, in full. ``steps`` and ``batch_size`` default to those of the data set."""
@@ -37,11 +41,14 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     dataset: str = "digits"
+    features: Literal["none", "scattering"] = "none"
     model: str = "auto"
     strategy: str = "baseline"
     # privacy
     clip: float = 4.0
     sigma: float = 6.0
+    epsilon: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # instead of sigma: it is calibrated to this
+    calibrated: bool = False  # sigma was: set by training, never by hand
     delta: float = 1e-5
     sampling: str = "poisson"
     clipping: str = "per-layer"
@@ -64,6 +71,7 @@ class RunConfig(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     activation: str = "relu"
+    average: float = Field(default=0.0, ge=0, lt=1)  # decay of the moving average of the weights; 0: none is kept
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
     stop_data: Literal["private", "public"] = "private"
     # performance and bookkeeping: cannot change a result
@@ -75,8 +83,14 @@ class RunConfig(BaseModel):
 
     def plan_settings(self) -> dict[str, Any]:
         """What lays out the public plan of the run: the arguments of :func:`gradveil.strategies.parameters`."""
-        names = ("strategy", "steps", "clip", "sigma", "reading", "decay", "clip_decay", "clip_end", "sigma_decay")
-        return {name: getattr(self, name) for name in (*names, "sigma_end", "fixed_variance")}
+        names = ("strategy", "steps", "clip", "reading", "decay", "clip_decay", "clip_end", "sigma_decay", "sigma_end")
+        sigma = None if self.awaits_sigma else self.sigma
+        return {name: getattr(self, name) for name in (*names, "fixed_variance")} | {"sigma": sigma}
+
+    @property
+    def awaits_sigma(self) -> bool:
+        """Whether sigma is still to be calibrated to the target epsilon."""
+        return self.epsilon is not None and not self.calibrated
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> RunConfig:
@@ -84,6 +98,7 @@ class RunConfig(BaseModel):
         for name in settings:
             if name not in cls.model_fields:
                 raise UnknownNameError("setting", name, cls.model_fields)
+        _check_noise(settings)
         try:
             config = cls(**settings)
         except ValidationError as error:
@@ -110,7 +125,10 @@ class RunConfig(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """Only what is set, as plain data."""
-        return {k: v for k, v in self.model_dump().items() if v is not None and v != {}}
+        unset = {name for name in _LATER if getattr(self, name) == type(self).model_fields[name].default}
+        if self.awaits_sigma:
+            unset.add("sigma")
+        return {k: v for k, v in self.model_dump().items() if v is not None and v != {} and k not in unset}
 
     def digest(self) -> str:
         """A hash of everything that can change a result; checkpoints carry it."""
@@ -126,6 +144,20 @@ class RunConfig(BaseModel):
         if table:
             lines += ["", "[options]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
+
+
+def _check_noise(settings: Mapping[str, Any]) -> None:
+    if settings.get("epsilon") is None:
+        if settings.get("calibrated"):
+            raise ConfigError(
+                "calibrated says that sigma was found for a target epsilon, and none is given. Leave it out."
+            )
+        return
+    if "sigma" in settings and not settings.get("calibrated"):
+        raise ConfigError(
+            f"sigma = {settings['sigma']!r} and epsilon = {settings['epsilon']!r} are both given, and each decides the "
+            "other: sigma is calibrated so that the whole run spends epsilon. Give one of them."
+        )
 
 
 def _toml(value: Any) -> str:

@@ -22,18 +22,27 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
 
-from gradveil import data, models
+from gradveil import data, features, models
+from gradveil import ranks as processes
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
 from gradveil.captured import capture
 from gradveil.config import RunConfig, read_toml
+from gradveil.data import DataSet
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
 from gradveil.kernels import cuda as kernels
 from gradveil.kernels import native
 from gradveil.ledger import Contents
 from gradveil.randomness import SecretKey
+from gradveil.ranks import joined
+from gradveil.recipes.average import AveragedModel
+from gradveil.recipes.target import sigma_for
+from gradveil.records import RunHeader
 from gradveil.rundir import RunDirectory, write_whole
+from gradveil.sampling import PrivateLoader
+from gradveil.strategies import Parameters
 from gradveil.version import __version__
 
 
@@ -70,6 +79,7 @@ class Result:
     statement: Statement
     noise_std_first: float | None
     noise_std_last: float | None
+    accuracy_unaveraged: float | None = None  # of the last weights, where ``accuracy`` is that of averaged ones
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -81,8 +91,42 @@ class Result:
             "not_finite_examples": self.not_finite_examples,
             "noise_std_first": self.noise_std_first,
             "noise_std_last": self.noise_std_last,
+            "accuracy_unaveraged": self.accuracy_unaveraged,
             "privacy": self.statement.to_dict(),
         }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """What runs are trained and judged on, on their device: the examples of a data set, or fixed features of them."""
+
+    data: DataSet
+    features: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+def prepare(config: RunConfig) -> Inputs:
+    """The inputs of a run; others on the same data set, features and device may share them."""
+    return _inputs(config, data.load(config.dataset, data_dir=config.data_dir))
+
+
+def _inputs(config: RunConfig, loaded: DataSet) -> Inputs:
+    device = _device(config.device)
+    fixed = None if config.features == "none" else features.make(config.features, loaded.input_shape)
+    x_train, x_test = (
+        x.to(device) if fixed is None else features.extract(fixed, x, device) for x in (loaded.x_train, loaded.x_test)
+    )
+    return Inputs(
+        data=loaded,
+        features=config.features,
+        x_train=x_train,
+        y_train=loaded.y_train.to(device),
+        x_test=x_test,
+        y_test=loaded.y_test.to(device),
+    )
 
 
 def train(
@@ -90,18 +134,30 @@ def train(
     *,
     run_dir: Path,
     seed: int | None = None,
+    inputs: Inputs | None = None,
     progress: Callable[[Progress], None] | None = None,
     command: Sequence[str] = (),
 ) -> Result:
-    """Train one model as configured, into a new run directory."""
-    session = _Session(config, seed)  # everything that can be wrong with the settings shows here
-    run = RunDirectory.create(run_dir)
-    if seed is not None:
-        run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: never without its seed
-    write_whole(run.environment, json.dumps(_environment(config, command), indent=1).encode())
-    write_whole(run.config, config.to_toml().encode())
-    session.start(run, resume=False)
-    return session.fit(progress)
+    """Train one model as configured, into a new run directory. With a target epsilon, sigma is calibrated first.
+
+    ``inputs``: those of an earlier run on the same data, from :func:`prepare`.
+    """
+    if config.epsilon is not None:
+        config = config.model_copy(update={"calibrated": False})  # a sigma found before may be of another plan
+    with joined(config.device) as ranks:
+        session = _Session(config, seed, inputs)  # everything that can be wrong with the settings shows here
+        config = session.config
+
+        def begin() -> RunDirectory:
+            run = RunDirectory.create(run_dir)
+            if seed is not None:
+                run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: not without it
+            write_whole(run.environment, json.dumps(_environment(config, command), indent=1).encode())
+            write_whole(run.config, config.to_toml().encode())
+            return run
+
+        session.start(ranks.from_first(begin), resume=False)
+        return session.fit(progress)
 
 
 def resume(
@@ -117,6 +173,20 @@ def resume(
     A seeded run repeats the steps after its checkpoint bit for bit, or refuses. ``new_noise`` gives the rest of
     the run fresh noise instead.
     """
+    device = RunConfig.check(read_toml(RunDirectory.open(run_dir).config)).device
+    with joined(device) as ranks:
+        run, stored, stored_seed, contents = ranks.from_first(lambda: _begun(run_dir, settings, seed))
+        if contents is not None and contents.ended is not None:
+            return _finished(run, contents)
+        session = _Session(stored, None if new_noise else stored_seed)
+        session.start(run, resume=contents is not None)
+        return session.fit(progress)
+
+
+def _begun(
+    run_dir: Path, settings: Mapping[str, Any] | None, seed: int | None
+) -> tuple[RunDirectory, RunConfig, int | None, Contents | None]:
+    """What is there of a run that is to go on."""
     run = RunDirectory.open(run_dir)
     stored = RunConfig.check(read_toml(run.config))
     for name, value in (settings or {}).items():
@@ -136,11 +206,7 @@ def resume(
         raise RunDirectoryError(
             f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
         )
-    if contents is not None and contents.ended is not None:
-        return _finished(run, contents)
-    session = _Session(stored, None if new_noise else stored_seed)
-    session.start(run, resume=contents is not None)
-    return session.fit(progress)
+    return run, stored, stored_seed, contents
 
 
 def _finished(run: RunDirectory, contents: Contents) -> Result:
@@ -159,6 +225,7 @@ def _finished(run: RunDirectory, contents: Contents) -> Result:
         statement=statement(contents.header, contents.charged()),
         noise_std_first=max(releases[0].noise_std) if releases else None,
         noise_std_last=max(releases[-1].noise_std) if releases else None,
+        accuracy_unaveraged=looked[-1].get("accuracy_unaveraged") if looked else None,
     )
 
 
@@ -169,43 +236,77 @@ def _has_no_whole_line(ledger: Path) -> bool:
 class _Session:
     """One process's part of a run."""
 
-    def __init__(self, config: RunConfig, seed: int | None) -> None:
-        self.config, self.seed = config, seed
+    def __init__(self, config: RunConfig, seed: int | None, inputs: Inputs | None = None) -> None:
+        self.config, self.seed, self.inputs = config, seed, inputs
         self.take_step: Callable[[Tensor, Tensor], Tensor] = self._eager_step
         self.device = _device(config.device)
-        assert config.steps is not None and config.batch_size is not None
-        self.engine_settings: dict[str, Any] = {
+        # A wrong setting is refused before any data is read. Where sigma is still to be found, any will do for that.
+        any_noise = {"sigma": config.sigma_end or 1.0, "budget": config.budget} if config.awaits_sigma else {}
+        plan = self._engine(**any_noise).plan
+        if config.epsilon is not None:
+            _check_provable(config, plan)
+        self.key = SecretKey(seed)
+        if inputs is not None and (inputs.data.name, inputs.features) != (config.dataset, config.features):
+            raise ConfigError(
+                f"the inputs are of {inputs.data.name} with features {inputs.features!r}, and the run is on "
+                f"{config.dataset} with {config.features!r}. Prepare them from its configuration."
+            )
+        if config.features != "none" and config.dataset in data.CATALOGUE:  # refused before files are looked for
+            features.make(config.features, data.CATALOGUE[config.dataset].input_shape)
+        self.data = data.load(config.dataset, data_dir=config.data_dir) if inputs is None else inputs.data
+        model = models.build(
+            config.model,
+            self.data,
+            features=config.features,
+            dropout=config.dropout,
+            activation=config.activation,
+            generator=self.key.torch_generator("initial weights"),
+        )
+        self.model: nn.Module = models.trained_part(model).to(self.device)
+        self.average = AveragedModel(self.model, config.average) if config.average else None
+        self.optimizer = self._optimizer()
+        if config.awaits_sigma:
+            assert config.epsilon is not None
+            found = sigma_for(
+                config.epsilon,
+                lambda sigma: self._dry_run(sigma=sigma, budget=None),
+                least=config.sigma_end or 0.0,
+            )
+            self.config = config.model_copy(update={"sigma": found, "calibrated": True})
+        self._dry_run()
+
+    def _engine(self, **changes: Any) -> PrivacyEngine:
+        config = self.config
+        settings: dict[str, Any] = {
             **config.plan_settings(),
             "delta": config.delta,
             "sampling": config.sampling,
             "clipping": config.clipping,
             "options": config.options,
-            "budget": config.budget,
+            # A run that was interrupted is charged for the steps it repeats: it still keeps to its target.
+            "budget": config.budget if config.budget is not None else config.epsilon,
             "allow_unproved": config.allow_unproved,
             "stopping": "none" if config.stop_at_accuracy is None else config.stop_data,
-            "seed": seed,
+            "seed": self.seed,
         }
-        PrivacyEngine(**self.engine_settings)  # a wrong setting is refused before any data is read
-        self.key = SecretKey(seed)
-        self.data = data.load(config.dataset, data_dir=config.data_dir)
-        self.model: nn.Module = models.build(
-            config.model,
-            self.data,
-            dropout=config.dropout,
-            activation=config.activation,
-            generator=self.key.torch_generator("initial weights"),
-        ).to(self.device)
-        self.optimizer = self._optimizer()
-        # A dry run of what make_private checks (delta, batch size, groups), before anything is written.
-        trial = PrivacyEngine(**self.engine_settings)
-        trial.make_private(
+        return PrivacyEngine(**settings | changes)
+
+    def _make_private(self, engine: PrivacyEngine, train: Dataset[Any]) -> PrivateLoader:
+        _, _, loader = engine.make_private(
             module=self.model,
             optimizer=self.optimizer,
-            data_loader=self.data.train,
-            batch_size=config.batch_size,
-            physical_batch_size=config.physical_batch_size,
+            data_loader=train,
+            batch_size=self.config.batch_size,
+            physical_batch_size=self.config.physical_batch_size,
         )
-        trial.detach()
+        return loader
+
+    def _dry_run(self, **changes: Any) -> RunHeader:
+        """What make_private checks (delta, batch size, groups), before anything is written; and the run's header."""
+        engine = self._engine(**changes)
+        self._make_private(engine, self.data.train)
+        engine.detach()
+        return engine.header
 
     def _optimizer(self) -> torch.optim.Optimizer:
         c = self.config
@@ -215,26 +316,22 @@ class _Session:
 
     def start(self, run: RunDirectory, *, resume: bool) -> None:
         self.run = run
-        checkpoint = run.newest_checkpoint() if resume else None
+        self.ranks = processes.current()
+        checkpoint = self.ranks.from_first(run.newest_checkpoint) if resume else None
         if checkpoint is not None and checkpoint.facts.get("config_digest") != self.config.digest():
             raise RunDirectoryError(
                 f"checkpoint {checkpoint.path.name} was written under other settings than config.toml now holds: a run "
                 "keeps its settings. Put config.toml back, or start a new run."
             )
-        tensors = run.read_tensors(checkpoint) if checkpoint is not None else b""
-        self.engine = PrivacyEngine(**self.engine_settings, run_dir=run.path, resume=resume)
-        assert self.config.batch_size is not None
-        train = torch.utils.data.TensorDataset(self.data.x_train.to(self.device), self.data.y_train.to(self.device))
-        _, _, self.loader = self.engine.make_private(
-            module=self.model,
-            optimizer=self.optimizer,
-            data_loader=train,
-            batch_size=self.config.batch_size,
-            physical_batch_size=self.config.physical_batch_size,
-        )
+        tensors = b"" if checkpoint is None else self.ranks.from_first(lambda: run.read_tensors(checkpoint))
+        self.engine = self._engine(run_dir=run.path, resume=resume)
+        if self.inputs is None:
+            self.inputs = _inputs(self.config, self.data)
+        self.loader = self._make_private(self.engine, TensorDataset(self.inputs.x_train, self.inputs.y_train))
         if checkpoint is not None:
             self._load(tensors, checkpoint.facts)
-        if self.device.type == "cuda" and captures():
+        plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
+        if self.device.type == "cuda" and captures() and not plain_together:
             self.take_step = capture(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
 
     # ---- the loop
@@ -268,6 +365,8 @@ class _Session:
                 if engine.step == step:
                     continue  # a physical part of a batch
                 step = engine.step
+                if self.average is not None:
+                    self.average.follow(step)
                 self._seed_forward(step)
                 now = time.perf_counter()
                 if step % config.evaluate_every == 0 or step == config.steps:
@@ -301,10 +400,11 @@ class _Session:
             seconds_per_step=seconds / taken,
             ended=ended,
             budget_exhausted=exhausted,
-            not_finite_examples=engine.not_finite_examples,
+            not_finite_examples=int(self.ranks.total([engine.not_finite_examples], total_loss)[0]),
             statement=engine.statement(),
             noise_std_first=max(releases[0].noise_std) if releases else None,
             noise_std_last=max(releases[-1].noise_std) if releases else None,
+            accuracy_unaveraged=None if self.average is None else self._accuracy_of(self.model),
         )
 
     def _reached(self, accuracy: float | None) -> bool:
@@ -331,17 +431,23 @@ class _Session:
             return Epsilon("proved (RDP)", proved)
         return Epsilon("as published", from_releases(engine.header, engine.releases)["MA"].epsilon)
 
-    @torch.no_grad()
     def accuracy(self) -> float:
-        """Share of the test set that is classified right."""
-        self.model.eval()
+        """Share of the test set that is classified right, by the averaged weights where there are such."""
+        return self._accuracy_of(self.model if self.average is None else self.average.module)
+
+    def _accuracy_of(self, model: nn.Module) -> float:
+        return self.ranks.from_first(lambda: self._share_right(model))
+
+    @torch.no_grad()
+    def _share_right(self, model: nn.Module) -> float:
+        assert self.inputs is not None
+        x_test, y_test = self.inputs.x_test, self.inputs.y_test
+        model.eval()
         right = 0
-        for start in range(0, len(self.data.x_test), 2000):
-            x = self.data.x_test[start : start + 2000].to(self.device)
-            y = self.data.y_test[start : start + 2000].to(self.device)
-            right += int((self.model(x).argmax(1) == y).sum())
-        self.model.train()
-        return right / len(self.data.x_test)
+        for x, y in zip(x_test.split(2000), y_test.split(2000), strict=True):
+            right += int((model(x).argmax(1) == y).sum())
+        model.train()
+        return right / len(y_test)
 
     def _note(self, step: int, loss: float, accuracy: float, epsilon: Epsilon | None, seconds: float) -> None:
         self.engine.commit()
@@ -353,10 +459,13 @@ class _Session:
             "epsilon_kind": epsilon.kind if epsilon is not None else None,
             "seconds": round(seconds, 4),
         }
+        if self.average is not None:
+            record["accuracy_unaveraged"] = self._accuracy_of(self.model)
         if self.engine.releases:
             last = self.engine.releases[-1]
             record |= {"clip": max(last.clip), "sigma": last.sigma, "noise_std": max(last.noise_std)}
-        self.run.append_metrics(record)
+        if self.ranks.is_first:
+            self.run.append_metrics(record)
 
     # ---- checkpoints
 
@@ -364,6 +473,8 @@ class _Session:
         state = self.engine.state_dict()  # commits the ledger
         tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"rule.{k}": v for k, v in state.pop("rule").items()}
+        if self.average is not None:
+            tensors |= {f"average.{k}": v for k, v in self.average.module.state_dict().items()}
         scalars: dict[str, Any] = {}
         for index, slots in self.optimizer.state_dict()["state"].items():
             for slot, value in slots.items():
@@ -378,16 +489,19 @@ class _Session:
             "optimizer": scalars,
             "gradveil": __version__,
         }
-        self.run.save_checkpoint(int(state["step"]), whole, facts)
+        if self.ranks.is_first:
+            self.run.save_checkpoint(int(state["step"]), whole, facts)
 
     def _load(self, whole: bytes, facts: Mapping[str, Any]) -> None:
         tensors = safetensors.torch.load(whole)
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "rule": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "rule": {}, "optimizer": {}}
         for key, value in tensors.items():
             part, _, name = key.partition(".")
             parts[part][name] = value
         try:
             self.model.load_state_dict(parts["model"])
+            if self.average is not None:
+                self.average.module.load_state_dict(parts["average"])
         except RuntimeError as error:
             raise RunDirectoryError(f"the checkpoint is of another model: {error}") from None
         slots: dict[int, dict[str, Any]] = {}
@@ -410,7 +524,23 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is not supported. Give cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no CUDA device here. Use --device cpu.")
-    return device
+    return processes.own_device(device)
+
+
+def _check_provable(config: RunConfig, plan: Parameters) -> None:
+    """A target epsilon needs a strategy and a sampler that have one."""
+    if not plan.strategy.is_private:
+        why = f"strategy {config.strategy!r} adds no noise"
+    elif plan.strategy.guarantee != "proved" and not plan.fixed_variance:
+        why = f"strategy {config.strategy!r} scales its noise to the data, and no sigma makes that private"
+    elif config.sampling == "shuffle":
+        why = "shuffled batches have no proved epsilon"
+    else:
+        return
+    raise ConfigError(
+        f"epsilon = {config.epsilon:g} was asked for, but {why}. Choose a proved strategy (gradveil strategies lists "
+        "them) and Poisson sampling, or give sigma instead of epsilon."
+    )
 
 
 def captures() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,12 +28,15 @@ def _option(*names: str, **settings: Any) -> Any:
 
 
 @click.command("train")
-@_option("--config", type=click.Path(path_type=Path), help="A TOML file of settings; flags override it.")
+@_option("--recipe", help="Settings that are accurate at a proved epsilon (gradveil recipes lists them).")
+@_option("--config", type=click.Path(path_type=Path), help="A TOML file of settings; overrides a recipe, and flags it.")
 @_option("--dataset", help="Data set (gradveil datasets lists them).  [default: digits]")
-@_option("--model", help="auto, paper-cnn or paper-mlp.  [default: auto]")
+@_option("--features", type=click.Choice(["none", "scattering"]), help="What the model is given.  [default: none]")
+@_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
 @_option("--strategy", help="Strategy (gradveil strategies lists them).  [default: baseline]")
 @_option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
 @_option("--sigma", type=float, help="Noise scale, at the start.  [default: 6]")
+@_option("--epsilon", type=float, help="Instead of --sigma: calibrate it so that the run spends this proved epsilon.")
 @_option("--delta", type=float, help="Delta, below 1/N.  [default: 1e-5]")
 @_option("--steps", type=int, help="Training steps T.  [default: the data set's]")
 @_option("--batch-size", type=int, help="Expected batch size B.  [default: the data set's]")
@@ -43,6 +47,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--weight-decay", type=float, help="[default: 0]")
 @_option("--dropout", type=float, help="Dropout before the last layer of paper-cnn.  [default: 0]")
 @_option("--activation", help="relu, tanh, sigmoid or elu.  [default: relu]")
+@_option("--average", type=float, help="Average the weights over the steps, with this decay.  [default: 0, none]")
 @_option("--sampling", help=f"{', '.join(SAMPLINGS)}.  [default: poisson]")
 @_option("--clipping", help="per-layer or flat.  [default: per-layer]")
 @_option("--reading", type=click.Choice(strategies.READINGS), help="Reading of l2-max.  [default: example]")
@@ -71,6 +76,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @click.option("--new-noise", is_flag=True, help="With --resume: go on with fresh noise instead of the run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
+    recipe: str | None,
     config: Path | None,
     seed: int | None,
     run_dir: Path | None,
@@ -86,6 +92,10 @@ def command(
     from_file = read_toml(config) if config is not None else {}
     if "seed" in from_file:
         raise ConfigError(f"{config} holds a seed. A seed is a secret and {config} is not: give it with --seed.")
+    if resume is None and from_file.pop("calibrated", False):
+        from_file.pop("sigma", None)  # found for another run: this one may have other steps or batches
+    if recipe is not None:
+        from_file = _recipe(recipe) | from_file
     if resume is not None:
         if run_dir is not None:
             raise ConfigError("--resume names the run directory already; leave --run-dir out.")
@@ -97,10 +107,25 @@ def command(
         _check_names(settings)
         where = run_dir or Path("runs") / f"{settings.dataset}-{settings.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
         result = _train(lambda tell, c: _new(c, where, seed, tell), settings)
-    report(result, as_json)
+    if _is_first():
+        report(result, as_json)
     if result.budget_exhausted:
         click.echo(f"gradveil: {result.ended}", err=True)
         sys.exit(3)
+
+
+def _is_first() -> bool:
+    """Whether this process speaks to the user: the only one, or the first of those that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    """Its settings; how they were chosen is said first."""
+    from gradveil import recipes
+
+    chosen = recipes.get(name)
+    click.echo(f"recipe {name}: {chosen.summary}; {chosen.declaration}", err=True)
+    return dict(chosen.settings)
 
 
 def _check_names(settings: RunConfig) -> None:
@@ -155,9 +180,10 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
         from gradveil.kernels import cuda, layers, native
 
         kernels = native.status() if settings is None or settings.device == "cpu" else cuda.status()
-        click.echo(f"{kernels}; {layers.status()}", err=True)
+        if _is_first():
+            click.echo(f"{kernels}; {layers.status()}", err=True)
     label = settings.strategy if settings is not None else "resumed"
-    with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=False, disable=not _is_first()) as bar:
         task = bar.add_task(label, total=None, figures="", steps="?")
 
         def tell(p: Any) -> None:
@@ -178,7 +204,11 @@ def report(result: Result, as_json: bool) -> None:
         return
     click.echo(f"run directory     {result.run_dir}")
     click.echo(f"steps             {result.steps}  ({result.ended})")
-    click.echo(f"test accuracy     {result.accuracy:.4f}")
+    averaged = result.accuracy_unaveraged is not None
+    click.echo(
+        f"test accuracy     {result.accuracy:.4f}"
+        + (f"  (averaged weights; {result.accuracy_unaveraged:.4f} without)" if averaged else "")
+    )
     click.echo(f"seconds per step  {number(result.seconds_per_step)}")
     if result.noise_std_first is not None:
         click.echo(

@@ -26,6 +26,7 @@ NAMES = {
     "time": "seconds per step of plain and private training",
     "adaptive-clipping": "accuracy and cost beside quantile clipping and AdaClip",
     "equal-epsilon": "ours: accuracy at equal proved epsilon, every proved strategy",
+    "proved-accuracy": "ours: accuracy of the recipes at a proved epsilon, beside the paper's best",
     "triangle": "ours: accuracy, proved epsilon and what the attack gets, one row per strategy",
 }
 
