@@ -59,7 +59,8 @@ def test_tied_weights_are_named_and_nothing_is_read_off_their_sum():
     found = look(Tied())
     assert found.tied == (("a.weight", "b.weight"),)
     assert not found.leaking("input") and found.leaking("features") == ["out"]
-    assert [part.clipped_by for part in found.parts] == ["torch.func"]
+    together = "with the layers that share its weight"
+    assert [part.clipped_by for part in found.parts] == [together, together, "rank-one"]
 
 
 class Mixing(nn.Module):

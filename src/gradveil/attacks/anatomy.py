@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +97,7 @@ def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, se
                 name=unit.name or "(root)",
                 kind=type(unit.module).__name__,
                 parameters=sum(p.numel() for p in unit.parameters),
-                clipped_by=formulas.get(unit.name, "torch.func" if unit.rule is None else "own formula"),
+                clipped_by=_clipped_by(unit, formulas),
                 refused=bool(names & refusals.keys()),
                 leaks=tuple(sorted({what for n, what in leaks if n in names})),
             )
@@ -114,6 +114,12 @@ def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, se
         unsupported=tuple(why for why in reasons if _MIXES not in why),
         warnings=tuple(trial.warnings),
     )
+
+
+def _clipped_by(unit: Unit, formulas: Mapping[str, str]) -> str:
+    if unit.tie is not None:
+        return "with the layers that share its weight"
+    return formulas.get(unit.name, "torch.func" if unit.rule is None else "own formula")
 
 
 def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -5,11 +5,17 @@
     dlg    input and label found jointly, from random starts (Zhu et al. 2019)
 
 One iteration is one outer step of L-BFGS, of 20 evaluations at most.
+
+An example that the model gets right has a small gradient, and the slightest change of the input changes all of it. Two
+things would end its descent far too early: the thresholds of L-BFGS, which are absolute, so the loss of a small
+gradient is scaled up; and the digits of float32, so gradients are matched in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +29,7 @@ from gradveil.attacks.seeds import start_of
 
 _STALLED = 10  # iterations without a change, after which a victim is left as it is
 _DONE = 1e-12  # a loss that is zero to float32
+_ORDINARY = 1000.0  # the squared norm of an untrained network's gradient, if it gets the example wrong
 
 Unpack = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From numbers (v, D) and which victims they are of to inputs (v, B, *shape) and labels."""
@@ -51,9 +58,8 @@ class _Matching(Attack):
         return observation.sights[:1]
 
     def _scale(self, sight: Sight) -> Tensor:
-        """What each victim's loss is multiplied by at one step, (V,)."""
-        first = next(iter(sight.gradients.values()))
-        return torch.ones(len(first), dtype=first.dtype, device=first.device)
+        """What each victim's loss is multiplied by at one step, (V,): 1 where the gradient is not small."""
+        return (_ORDINARY / _squared_norms(sight)).clamp(min=1.0)
 
     def _unknowns(self, observation: Observation, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Unpack]:
         """What is searched for, as one row of numbers per victim; here the input, its labels being known."""
@@ -74,21 +80,22 @@ class _Matching(Attack):
         watch: Watch | None,
     ) -> Reconstruction:
         device, victims = observation.device, observation.victims
-        known = [(model_at(observation, s), s, self._scale(s)) for s in self._sights(observation)]
+        precise = _in_double(observation)
+        known = [(model_at(precise, s), s, self._scale(s)) for s in self._sights(precise)]
         rows = everyone = torch.arange(victims, device=device)  # which victims are still worked on
         going = torch.ones(victims, dtype=torch.bool, device=device)  # which of these rows have not ended
 
         def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:
             with torch.enable_grad():
-                flat = flat.detach().requires_grad_()
-                x, y = unpack(flat, rows)
+                wide = flat.detach().to(known[0][2].dtype).requires_grad_()
+                x, y = unpack(wide, rows)
                 parts = []
                 for model, sight, scale in known:
                     seen = {name: g[rows] for name, g in sight.gradients.items()}
                     parts.append(scale[rows] * squared_differences(self._gradients(model, x, y, sight), seen))
                 loss = torch.stack(parts).sum(0)
-                (gradient,) = torch.autograd.grad(loss.sum(), flat)
-            return loss.detach(), gradient
+                (gradient,) = torch.autograd.grad(loss.sum(), wide)
+            return loss.detach().to(flat.dtype), gradient.to(flat.dtype)
 
         optimizer = BatchedLBFGS(numbers.clone(), evaluate, inner=self.inner)
         final, last = numbers.clone(), torch.full((victims,), float("inf"), device=device)
@@ -118,6 +125,27 @@ class _Matching(Attack):
         failed = ~torch.isfinite(final).all(1) | ~torch.isfinite(last)
         classes = labels if labels.dim() == 2 else labels.argmax(2)
         return Reconstruction(x=x.view(shape), labels=classes, loss=last, losses=losses, frames=frames, failed=failed)
+
+
+def _squared_norms(sight: Sight) -> Tensor:
+    squares = torch.stack([g.square().flatten(1).sum(1) for g in sight.gradients.values()]).sum(0)
+    return squares.clamp(min=1e-20)
+
+
+def _in_double(observation: Observation) -> Observation:
+    """The same in float64; as it is where the model does not run in that, such as one that casts its input itself."""
+
+    def wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+
+    sights = tuple(replace(s, gradients=wide(s.gradients), weights=wide(s.weights)) for s in observation.sights)
+    found = replace(observation, module=copy.deepcopy(observation.module).double(), sights=sights)
+    grey = torch.full((1, 1, *observation.input_shape), 0.5, dtype=torch.float64, device=observation.device)
+    try:
+        model_at(found, sights[0]).of_batch(grey, torch.zeros(1, 1, dtype=torch.int64, device=grey.device))
+    except RuntimeError:
+        return observation
+    return found
 
 
 class CPL(_Matching):
@@ -161,5 +189,4 @@ class ClipAwareMatching(_Matching):
 
     def _scale(self, sight: Sight) -> Tensor:
         """A clipped gradient is as small as its bound; the thresholds of L-BFGS are for losses of ordinary size."""
-        squares = torch.stack([g.square().flatten(1).sum(1) for g in sight.gradients.values()]).sum(0)
-        return 100.0 / squares.clamp(min=1e-20)
+        return 100.0 / _squared_norms(sight)
