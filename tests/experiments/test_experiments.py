@@ -27,7 +27,7 @@ def accuracy(settings):
     own = strategy in published.FIXED_SIGMA
     name = "baseline" if reading == "example" else strategy if own else row.get(strategy, "baseline")
     table = published.SENSITIVITY.get(settings["dataset"], published.SENSITIVITY["mnist"])
-    found = table[name][settings.get("clip", 4.0)]
+    found = table[name].get(settings.get("clip", 4.0), table[name][4.0])
     return found + (0.02 if settings.get("sigma", 6.0) < 6.0 and name == "baseline" else 0.0)
 
 
