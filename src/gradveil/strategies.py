@@ -2,11 +2,11 @@
 
 A strategy says, in four words, where a step's privacy parameters come from:
 
-    bounds        what clips an example:      none, constant, decay, private-quantile, private-estimate,
-                                              per-coordinate, normalised
-    sensitivity   what sigma is scaled with:  none, clip, l2max
-    noise         how sigma moves:            none, constant, decay
-    (guarantee)   follows from the three:     proved, paper-only, none
+- bounds, what an example is clipped by: none, constant, decay, private-quantile, private-estimate, per-coordinate; or
+  normalised, by nothing
+- sensitivity, what sigma is scaled with: none, clip, l2max
+- noise, how sigma moves: none, constant, decay
+- guarantee, which follows from the three: proved, paper-only, none
 
 A user adds one with :func:`register`; nothing else has to change. The guarantee is derived, never
 declared: noise scaled to a function of the private batch (l2-max) has no finite epsilon, in whichever

@@ -30,10 +30,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 class BatchedLBFGS:
     """``step()`` is one call of torch.optim.LBFGS.step for every row of ``x``, which is changed in place.
 
-    ``unit`` (V,) is what is small for a loss of each row. torch's thresholds on losses and gradients are absolute: right
-    for losses that start at ten or more, but a row whose loss is a thousandth all along would break off far from its
-    minimum. They are multiplied by it; the steps are torch's own. Default: 1, torch's thresholds.
-
     On CUDA each part of a step is replayed as a graph, and so must ``evaluate`` be such as can be: see replay.py.
     """
 
@@ -47,7 +43,6 @@ class BatchedLBFGS:
         history: int = 100,
         tolerance_grad: float = 1e-7,
         tolerance_change: float = 1e-9,
-        unit: Tensor | None = None,
     ) -> None:
         if x.dim() != 2:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be (problems, numbers)")
@@ -55,8 +50,6 @@ class BatchedLBFGS:
         self.lr, self.inner, self.history = lr, inner, history
         self.tolerance_grad, self.tolerance_change = tolerance_grad, tolerance_change
         self._state = _State(x)
-        if unit is not None:
-            self._state.unit.copy_(unit)
         self._pairs: Pairs = CompactPairs(x, history) if x.is_cuda else TwoLoops(history)
         self._make_parts()
 
@@ -105,7 +98,7 @@ class BatchedLBFGS:
         s.loss.copy_(s.new_loss)
         s.gradient.copy_(s.new_gradient)
         s.active &= torch.isfinite(s.loss) & torch.isfinite(s.gradient).all(1)
-        s.active &= s.gradient.abs().amax(1) > self.tolerance_grad * s.unit
+        s.active &= s.gradient.abs().amax(1) > self.tolerance_grad
 
     def _move_active(self) -> None:
         s = self._state
@@ -115,7 +108,7 @@ class BatchedLBFGS:
         start = torch.clamp(1.0 / s.gradient.abs().sum(1), max=1.0) * self.lr
         put(s.length, s.active, torch.where(s.begun, torch.full_like(start, self.lr), start))
         s.begun |= s.active
-        s.active &= _dot(s.gradient, s.direction) <= -self.tolerance_change * s.unit
+        s.active &= _dot(s.gradient, s.direction) <= -self.tolerance_change
         s.moved.copy_(torch.where(s.active[:, None], s.direction * s.length[:, None], 0.0))
         s.x += s.moved
 
@@ -126,9 +119,9 @@ class BatchedLBFGS:
         s.active &= finite
         put(s.loss, s.active, s.new_loss)
         put(s.gradient, s.active, s.new_gradient)
-        s.active &= s.gradient.abs().amax(1) > self.tolerance_grad * s.unit
+        s.active &= s.gradient.abs().amax(1) > self.tolerance_grad
         s.active &= s.moved.abs().amax(1) > self.tolerance_change
-        s.active &= (s.loss - s.loss_before).abs() >= self.tolerance_change * s.unit
+        s.active &= (s.loss - s.loss_before).abs() >= self.tolerance_change
 
     def _choose_direction(self) -> None:
         """By the remembered pairs; steepest descent for a row that has none."""
@@ -137,7 +130,7 @@ class BatchedLBFGS:
         y = s.gradient - s.before
         step = s.direction * s.length[:, None]
         curvature = _dot(y, step)
-        good = known & (curvature > 1e-10 * s.unit)
+        good = known & (curvature > 1e-10)
         self._pairs.add(torch.where(good[:, None], y, 0.0), torch.where(good[:, None], step, 0.0), good)
         put(s.scale, good, curvature / _dot(y, y))
         found = torch.where(known[:, None], self._pairs.times(s.gradient, s.scale), s.gradient)
@@ -156,7 +149,6 @@ class _State:
         self.new_gradient, self.gradient, self.before = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
         self.direction, self.moved = torch.zeros_like(x), torch.zeros_like(x)
         self.length = numbers.clone()
-        self.unit = torch.ones_like(numbers)
         self.scale = torch.ones_like(numbers)  # of the first guess at the inverse Hessian
 
     def keep(self, rows: Tensor) -> None:
