@@ -35,11 +35,13 @@ def test_the_digest_of_an_earlier_run_is_what_it_was(digest):
 @pytest.mark.parametrize("digest", EARLIER)
 def test_later_settings_at_their_defaults_are_not_written(digest):
     text = RunConfig.check(EARLIER[digest]).to_toml()
-    for name in ("features", "average", "epsilon", "calibrated"):
+    for name in ("features", "average", "epsilon", "calibrated", "views", "augment"):
         assert name not in text
 
 
-@pytest.mark.parametrize("changes", [{"features": "scattering"}, {"average": 0.99}, {"epsilon": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{"features": "scattering"}, {"average": 0.99}, {"epsilon": 1.0}, {"views": 2, "augment": "flip"}]
+)
 def test_later_settings_change_the_digest(changes):
     assert RunConfig.check(changes).digest() != RunConfig.check({}).digest()
 
@@ -72,4 +74,21 @@ def test_a_target_is_a_positive_number(epsilon):
 @pytest.mark.parametrize("changes", [{"average": 1.0}, {"average": -0.1}, {"features": "pixels"}])
 def test_other_refusals(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
+        RunConfig.check(changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"views": 0},
+        {"views": 1.5},
+        {"views": 2},
+        {"augment": "flip"},
+        {"augment": "rotate", "views": 2},
+        {"features": "scattering", "augment": "flip", "views": 3},
+        {"features": "scattering", "augment": "flip-shift", "views": 2},
+    ],
+)
+def test_views_and_what_they_are_go_together(changes):
+    with pytest.raises(ConfigError, match=r"views|augment"):
         RunConfig.check(changes)

@@ -79,6 +79,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "without replacement": {"sampling": "without-replacement"},
     "flat": {"clipping": "flat"},
     "averaged weights": {"average": 0.9},
+    "views": {"views": 2, "augment": "flip"},
+    "views that are drawn, in parts": {"views": 3, "augment": "flip-shift", "physical_batch_size": 10},
+    "scattering of views": {"features": "scattering", "model": "linear", "views": 2, "augment": "flip"},
     "scattering, a target": {"features": "scattering", "model": "linear", "sigma": None, "epsilon": 3.0},
 }
 
@@ -373,6 +376,7 @@ def test_a_run_directory_that_exists_is_refused_and_left_alone(tmp_path: Path) -
         {"batch_size": 1348},
         {"delta": 0.001},
         {"steps": 0},
+        {"dataset": "purchase-10", "views": 2, "augment": "flip"},
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_is_written(

@@ -54,8 +54,9 @@ def capture(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -
     """A step of a private run, captured as CUDA graphs at its first calls.
 
     loss       from (output, target) to one loss per example; one that takes ``reduction`` is called with "none"
-    capacity   rows of the first graph (default: the batch size, and one standard deviation of its Poisson size)
+    capacity   examples of the first graph (default: the batch size, and one standard deviation of its Poisson size)
 
+    With several views of an example (see :class:`~gradveil.PrivacyEngine`) a batch and its losses have a row for each.
     The model must not look at values on the host (no ``.item()``), and its shapes must depend on those of the batch
     only. Call the result with each batch of the private loader, in place of zero_grad, backward and step.
     """
@@ -96,9 +97,15 @@ class CapturedStep:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""
+        engine, views = self.engine, self.engine.views
         if len(x) != len(y):
             raise ConfigError(f"a batch of {len(x)} inputs has {len(y)} targets; give one for each example.")
-        engine, count = self.engine, len(x)
+        if len(x) % views:
+            raise ConfigError(
+                f"a batch of {len(x)} rows came, and views is {views}: an example has {views} rows, one after the "
+                "other. Give all views of every example: torch.stack(views, dim=1).flatten(0, 1)."
+            )
+        count = len(x) // views
         ticket = engine.current_ticket
         last = ticket is None or ticket.last
         this = (engine.loops, engine.step)
@@ -112,7 +119,8 @@ class CapturedStep:
             part = self._more if begun else self._first
             stop = min(start + part.rows, count)
             whole = stop - start == count
-            part.load(x if whole else x[start:stop], y if whole else y[start:stop])
+            rows = slice(start * views, stop * views)
+            part.load(x if whole else x[rows], y if whole else y[rows])
             self._go((part, self._finish) if finishing and stop == count else (part,))
             totals.append(part.total if whole else part.total.clone())  # the next part may overwrite it
             start, begun = stop, True
@@ -255,17 +263,18 @@ class _Graph:
 
 
 class _Part(_Piece):
-    """Forward and backward of up to ``rows`` examples."""
+    """Forward and backward of up to ``rows`` examples, each with its views."""
 
     def __init__(self, step: CapturedStep, rows: int, gathered: _Gathered, *, adds: bool) -> None:
         self.step, self.rows, self.gathered, self.device = step, rows, gathered, step.device
+        self.views = step.engine.views
         self.adds = adds  # to the gradients that are there
         self._places = torch.arange(rows, device=step.device)
         self._padding = Padding(
             present=torch.zeros(rows, dtype=torch.bool, device=step.device),
             lost=torch.zeros(rows, dtype=torch.int32, device=step.device),
         )
-        self._weights = torch.zeros(rows, device=step.device)  # of the losses: 1 where there is an example
+        self._weights = torch.zeros(rows * self.views, device=step.device)  # of the losses: 1 where there is an example
         self._shown = 0
         self.total = torch.zeros((), device=step.device)  # of the losses
         self._x: Tensor | None = None
@@ -274,8 +283,8 @@ class _Part(_Piece):
     def load(self, x: Tensor, y: Tensor) -> None:
         """Examples into the buffers; the rows beyond them are padding."""
         if self._x is None or self._y is None:
-            self._x = torch.zeros((self.rows, *x.shape[1:]), dtype=x.dtype, device=self.device)
-            self._y = torch.zeros((self.rows, *y.shape[1:]), dtype=y.dtype, device=self.device)
+            self._x = torch.zeros((self.rows * self.views, *x.shape[1:]), dtype=x.dtype, device=self.device)
+            self._y = torch.zeros((self.rows * self.views, *y.shape[1:]), dtype=y.dtype, device=self.device)
         elif (self._x.shape[1:], self._x.dtype) != (x.shape[1:], x.dtype):
             raise ConfigError(
                 f"a batch of shape {tuple(x.shape)} and type {x.dtype} came to a step captured for examples of shape "
@@ -283,11 +292,11 @@ class _Part(_Piece):
             )
         count = len(x)
         if count:
-            (self._x if count == self.rows else self._x[:count]).copy_(x, non_blocking=True)
-            (self._y if count == self.rows else self._y[:count]).copy_(y, non_blocking=True)
+            (self._x if count == len(self._x) else self._x[:count]).copy_(x, non_blocking=True)
+            (self._y if count == len(self._y) else self._y[:count]).copy_(y, non_blocking=True)
         if count != self._shown:
-            torch.lt(self._places, count, out=self._padding.present)
-            self._weights.copy_(self._padding.present)
+            torch.lt(self._places, count // self.views, out=self._padding.present)
+            self._weights.view(self.rows, self.views).copy_(self._padding.present.unsqueeze(1))
             self._shown = count
 
     def work(self) -> None:
@@ -298,14 +307,15 @@ class _Part(_Piece):
                 parameter.grad = None
         with engine.captured_pass(self._padding) as harvest:
             losses = step.loss(engine.module(self._x), self._y)
-            if losses.shape != (self.rows,):
+            if losses.shape != (self.rows * self.views,):
                 raise ConfigError(
-                    f"the loss gave shape {tuple(losses.shape)} for {self.rows} examples: a captured step masks "
-                    "padding by example, so it needs one loss per example (reduction='none', averaged over everything "
-                    "but the batch)."
+                    f"the loss gave shape {tuple(losses.shape)} for {self.rows * self.views} rows: a captured step "
+                    "masks padding by example, so it needs one loss per example (reduction='none', averaged over "
+                    "everything but the batch)."
                 )
             losses.backward(gradient=self._weights.to(losses.dtype))
-        self.total = self.gathered.sum_up(losses.detach(), self._padding)
+        of_examples = losses.detach() if self.views == 1 else losses.detach().view(self.rows, self.views).mean(1)
+        self.total = self.gathered.sum_up(of_examples, self._padding)
         if engine.looks_at_norms:
             self.gathered.take_in(harvest(), first=not self.adds)
         for parameter in parameters:
@@ -328,7 +338,7 @@ class _Finish(_Piece):
         self.stamp: Any = None  # settings of the optimizer that are part of a graph
         self._generator = torch.Generator(device=self.device)
         self._draw = torch.empty(sum(p.numel() for p in engine.parameters.values()), device=self.device)
-        self._scale = torch.zeros((), device=self.device)  # std of the noise, or 1 / examples where there is none
+        self._scale = torch.zeros((), device=self.device)  # std of the noise, or 1 / rows where there is none
         self._set: float | None = None
         self._digest: Tensor | None = None
         self._table: tuple[Tensor, Tensor] | None = None  # where the gradients are: on the host, on the device
@@ -347,7 +357,7 @@ class _Finish(_Piece):
         if engine.ranks.several:
             return False  # gradients are added up over the ranks first
         if not plan.strategy.is_private:
-            self._set_scale(1.0 / max(self.gathered.examples, 1))
+            self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.views))
             return True
         if not isinstance(engine.rule, ScheduledBounds) or plan.sensitivity_rule != "clip":
             return False

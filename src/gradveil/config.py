@@ -32,7 +32,7 @@ DEFAULTS: dict[str, tuple[int, int]] = {
 
 # Settings that came later: written down where they are not at their defaults, so that the digest of every earlier
 # run, which its checkpoints carry, stays what it was.
-_LATER = ("features", "calibrated", "average")
+_LATER = ("features", "calibrated", "average", "views", "augment")
 
 
 class RunConfig(BaseModel):
@@ -41,7 +41,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     dataset: str = "digits"
-    features: Literal["none", "scattering"] = "none"
+    features: Literal["none", "scattering", "balanced-scattering"] = "none"
     model: str = "auto"
     strategy: str = "baseline"
     # privacy
@@ -71,6 +71,8 @@ class RunConfig(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     activation: str = "relu"
+    views: int = Field(default=1, ge=1)  # of an example, averaged before they are clipped
+    augment: Literal["none", "flip", "shift", "flip-shift"] = "none"  # what the views are (augment.py)
     average: float = Field(default=0.0, ge=0, lt=1)  # decay of the moving average of the weights; 0: none is kept
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
     stop_data: Literal["private", "public"] = "private"
@@ -107,6 +109,7 @@ class RunConfig(BaseModel):
                 for e in error.errors()
             )
             raise ConfigError(f"the settings do not fit: {problems}.") from None
+        _check_views(config)
         steps, batch_size = DEFAULTS.get(config.dataset, (1000, 64))
         filled = config.model_copy(
             update={
@@ -157,6 +160,25 @@ def _check_noise(settings: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"sigma = {settings['sigma']!r} and epsilon = {settings['epsilon']!r} are both given, and each decides the "
             "other: sigma is calibrated so that the whole run spends epsilon. Give one of them."
+        )
+
+
+def _check_views(config: RunConfig) -> None:
+    views, augment = config.views, config.augment
+    if views == 1 and augment != "none":
+        raise ConfigError(
+            f"augment = {augment!r} was given with views = 1: the first view is the example itself, so nothing would "
+            "be augmented. Give views = 2 or more."
+        )
+    if views > 1 and augment == "none":
+        raise ConfigError(
+            f"views = {views} was given without augment: the views of an example would all be the same. Give "
+            "augment = 'flip', 'shift' or 'flip-shift'."
+        )
+    if config.features != "none" and augment != "none" and (augment, views) != ("flip", 2):
+        raise ConfigError(
+            f"features = {config.features!r} was given with augment = {augment!r} and views = {views}: features are "
+            "computed once, before training. augment = 'flip' with views = 2 is what can be computed ahead."
         )
 
 

@@ -91,11 +91,19 @@ class PrivacyEngine:
         fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
         options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
         loss_reduction  what the user's loss does over the batch: "mean" or "sum"
+        views           rows of one example, such as augmentations of an image; see below
         budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
                         is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
         run_dir         where the ledger is kept; must not hold one already, unless ``resume``
         seed            makes the run repeatable; whoever knows it can take the noise off
         stopping        declares early stopping: "private" charges all declared steps, "public" only those taken
+
+    With ``views=K`` an example of the batch has K rows, one after the other (rows i K to i K + K - 1 are those of
+    example i); its gradient is the mean over them, and is clipped once. What one example can do, and what is spent, is
+    the same for any K. The loss is a mean, or a sum, over all rows::
+
+        rows = torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)   # not torch.cat: it would mix examples
+        F.cross_entropy(model(rows), y.repeat_interleave(2)).backward()
     """
 
     def __init__(
@@ -117,6 +125,7 @@ class PrivacyEngine:
         fixed_variance: bool = False,
         options: Mapping[str, Any] | None = None,
         loss_reduction: str = "mean",
+        views: int = 1,
         budget: float | None = None,
         allow_unproved: bool = False,
         stopping: str = "none",
@@ -141,6 +150,11 @@ class PrivacyEngine:
             raise ConfigError(f"delta is {delta!r}. It is a probability: give a number in (0, 1), below 1/N.")
         if loss_reduction not in LOSS_REDUCTIONS:
             raise UnknownNameError("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        if not isinstance(views, int) or isinstance(views, bool) or views < 1:
+            raise ConfigError(
+                f"views is {views!r}. It is the number of rows that each example has in the model's input, and their "
+                "gradients are averaged: give a whole number of at least 1."
+            )
         if stopping not in STOPPINGS:
             raise UnknownNameError("stopping", stopping, STOPPINGS)
         if budget is not None and not (isinstance(budget, float | int) and budget > 0 and math.isfinite(budget)):
@@ -160,7 +174,7 @@ class PrivacyEngine:
                 + ("; with allow_unproved=True the run is held to the published (MA) epsilon." if private else ".")
             )
         self.delta, self.loss_reduction, self.budget = float(delta), loss_reduction, budget
-        self.stopping, self.allow_unproved = stopping, allow_unproved
+        self.stopping, self.allow_unproved, self.views = stopping, allow_unproved, views
         self.clipping, self.options = clipping, dict(options or {})
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.step = 0
@@ -239,7 +253,13 @@ class PrivacyEngine:
                 batch_size=float(size),
                 options=self.options,
             )
-            self._clipper = Clipper(inner, self.groups, bounds=self.rule.bounds(0), loss_reduction=self.loss_reduction)
+            self._clipper = Clipper(
+                inner,
+                self.groups,
+                bounds=self.rule.bounds(0),
+                loss_reduction=self.loss_reduction,
+                views=self.views,
+            )
             self._clipper.whitening, self._clipper.gamma = self.rule.whitening, self.rule.gamma
             if self._sharded:
                 self._clipper.deliver, self._clipper.agree = _deliver_shard, self.ranks.all_agree
@@ -315,11 +335,17 @@ class PrivacyEngine:
             steps=self.plan.steps,
             delta=self.delta,
             seeded=self._key.seeded,
-            plan=self.plan.to_plan() | {"side_inverse_square": side, "group_sizes": self._group_sizes()},
+            plan=self.plan.to_plan()
+            | {"side_inverse_square": side, "group_sizes": self._group_sizes()}
+            | self._several_views(),
             salt=self._salt(),
             stopping=self.stopping,
             gradveil_version=__version__,
         )
+
+    def _several_views(self) -> dict[str, int]:
+        """Said where there are several: what a run with one writes stays what it was."""
+        return {"views": self.views} if self.views > 1 else {}
 
     def _group_sizes(self) -> list[int]:
         return [sum(self.parameters[n].numel() for n in group.parameters) for group in self.groups]
@@ -333,6 +359,7 @@ class PrivacyEngine:
             "sampling": [self.sampling.name, self.sampling.population, self.sampling.batch_size],
             "options": self.options,
             "loss_reduction": self.loss_reduction,
+            **self._several_views(),
         }
         return salt(settings, self.parameters.values(), self.optimizer)
 
@@ -496,9 +523,21 @@ class PrivacyEngine:
                 "Declare more steps from the start."
             )
         sampler = self._batch.check(harvest)
+        self._check_views(harvest)
         ledger = self._open()
         self._budget.check(ledger.header, ledger.releases, self.step, sampler)
         return sampler
+
+    def _check_views(self, harvest: Harvest) -> None:
+        """Where rows were left out, those of two examples may have been averaged: neither is bounded then."""
+        ticket = self._batch.ticket
+        if self.views > 1 and ticket is not None and harvest.examples != ticket.drawn:
+            raise PrivacyViolation(
+                f"{harvest.examples * self.views} rows went through backward() in this step, but the batch has "
+                f"{ticket.drawn} examples with {self.views} views each. Rows of different examples would be averaged "
+                f"as if they were one. Give the model all {ticket.drawn * self.views} rows: "
+                "torch.stack(views, dim=1).flatten(0, 1)."
+            )
 
     def note_release(self, release: Release, *, digest_follows: bool = False) -> None:
         """Write a release down, before anything is made of it.
@@ -602,7 +641,7 @@ class PrivacyEngine:
 
     @contextmanager
     def captured_pass(self, padding: Padding) -> Iterator[Callable[[], Harvest]]:
-        """A pass of the model on padded rows, whose loss is a sum; gives its harvest."""
+        """A pass of the model on padded rows, whose loss is a sum over all of them; gives its harvest."""
         clipper = self._clipper
         if clipper is None:
             yield lambda: Harvest(len(self.groups))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from gradveil import data, features, models
+from gradveil import augment, data, features, models
 from gradveil import ranks as processes
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
 from gradveil.captured import capture
@@ -98,7 +98,10 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """What runs are trained and judged on, on their device: the examples of a data set, or fixed features of them."""
+    """What runs are trained and judged on, on their device: the examples of a data set, or fixed features of them.
+
+    Features of several ``views`` of an example lie in a dimension of their own, after that of the examples.
+    """
 
     data: DataSet
     features: str
@@ -106,6 +109,7 @@ class Inputs:
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+    views: int = 1  # that are computed ahead
 
 
 def prepare(config: RunConfig) -> Inputs:
@@ -116,9 +120,19 @@ def prepare(config: RunConfig) -> Inputs:
 def _inputs(config: RunConfig, loaded: DataSet) -> Inputs:
     device = _device(config.device)
     fixed = None if config.features == "none" else features.make(config.features, loaded.input_shape)
-    x_train, x_test = (
-        x.to(device) if fixed is None else features.extract(fixed, x, device) for x in (loaded.x_train, loaded.x_test)
-    )
+    views = _computed_ahead(config)
+
+    def given(x: Tensor) -> Tensor:
+        if fixed is None:
+            return x.to(device)
+        if views == 1:
+            return features.extract(fixed, x, device)
+        found = torch.empty((len(x), views, *fixed.output_shape), device=device)
+        for k, view in enumerate(augment.fixed_views(x, config.augment)):
+            found[:, k] = features.extract(fixed, view, device)
+        return found
+
+    x_train, x_test = given(loaded.x_train), given(loaded.x_test)
     return Inputs(
         data=loaded,
         features=config.features,
@@ -126,7 +140,13 @@ def _inputs(config: RunConfig, loaded: DataSet) -> Inputs:
         y_train=loaded.y_train.to(device),
         x_test=x_test,
         y_test=loaded.y_test.to(device),
+        views=views,
     )
+
+
+def _computed_ahead(config: RunConfig) -> int:
+    """Views whose features are computed before training: all of them, where there are features."""
+    return 1 if config.features == "none" else config.views
 
 
 def train(
@@ -246,13 +266,22 @@ class _Session:
         if config.epsilon is not None:
             _check_provable(config, plan)
         self.key = SecretKey(seed)
-        if inputs is not None and (inputs.data.name, inputs.features) != (config.dataset, config.features):
+        ahead = _computed_ahead(config)
+        if inputs is not None and (inputs.data.name, inputs.features, inputs.views) != (
+            config.dataset,
+            config.features,
+            ahead,
+        ):
             raise ConfigError(
-                f"the inputs are of {inputs.data.name} with features {inputs.features!r}, and the run is on "
-                f"{config.dataset} with {config.features!r}. Prepare them from its configuration."
+                f"the inputs are of {inputs.data.name} with features {inputs.features!r} of {inputs.views} view(s), "
+                f"and the run is on {config.dataset} with {config.features!r} of {ahead}. Prepare them from its "
+                "configuration."
             )
-        if config.features != "none" and config.dataset in data.CATALOGUE:  # refused before files are looked for
-            features.make(config.features, data.CATALOGUE[config.dataset].input_shape)
+        if config.dataset in data.CATALOGUE:  # refused before files are looked for
+            shape = data.CATALOGUE[config.dataset].input_shape
+            augment.check_shape(config.augment, config.dataset, shape)
+            if config.features != "none":
+                features.make(config.features, shape)
         self.data = data.load(config.dataset, data_dir=config.data_dir) if inputs is None else inputs.data
         model = models.build(
             config.model,
@@ -283,6 +312,7 @@ class _Session:
             "sampling": config.sampling,
             "clipping": config.clipping,
             "options": config.options,
+            "views": config.views,
             # A run that was interrupted is charged for the steps it repeats: it still keeps to its target.
             "budget": config.budget if config.budget is not None else config.epsilon,
             "allow_unproved": config.allow_unproved,
@@ -327,7 +357,10 @@ class _Session:
         self.engine = self._engine(run_dir=run.path, resume=resume)
         if self.inputs is None:
             self.inputs = _inputs(self.config, self.data)
-        self.loader = self._make_private(self.engine, TensorDataset(self.inputs.x_train, self.inputs.y_train))
+        known = [self.inputs.x_train, self.inputs.y_train]
+        if self.config.views > self.inputs.views:  # drawn in every step, for each example by its number
+            known.append(torch.arange(len(known[0]), device=self.device))
+        self.loader = self._make_private(self.engine, TensorDataset(*known))
         if checkpoint is not None:
             self._load(tensors, checkpoint.facts)
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
@@ -342,6 +375,18 @@ class _Session:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+    def _rows(self, x: Tensor, y: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The batch as the model is given it: all views of the first example, of the second, ..."""
+        views = self.config.views
+        if views == 1:
+            return x, y
+        if index is None:
+            x = x.flatten(0, 1)
+        else:
+            seed = self.key.device_seed("views", self.engine.step)
+            x = augment.views_of(x, index, augment=self.config.augment, views=views, seed=seed)
+        return x, y.repeat_interleave(views)
 
     def fit(self, progress: Callable[[Progress], None] | None) -> Result:
         config, engine = self.config, self.engine
@@ -358,7 +403,8 @@ class _Session:
         if config.stop_at_accuracy is not None and step and step % config.evaluate_every == 0:
             accuracy = self.accuracy()  # the run may have been killed between reaching its target and saying so
         try:
-            for x, y in self._batches(accuracy):
+            for batch in self._batches(accuracy):
+                x, y = self._rows(*batch)
                 loss = self.take_step(x, y)
                 if len(x):
                     total_loss, losses = total_loss + loss, losses + 1
@@ -445,9 +491,15 @@ class _Session:
         model.eval()
         right = 0
         for x, y in zip(x_test.split(2000), y_test.split(2000), strict=True):
-            right += int((model(x).argmax(1) == y).sum())
+            right += int((self._logits(model, x).argmax(1) == y).sum())
         model.train()
         return right / len(y_test)
+
+    def _logits(self, model: nn.Module, x: Tensor) -> Tensor:
+        """The mean over the views of an example that are not drawn."""
+        assert self.inputs is not None
+        views = list(x.unbind(1)) if self.inputs.views > 1 else augment.fixed_views(x, self.config.augment)
+        return torch.stack([model(view) for view in views]).mean(0)
 
     def _note(self, step: int, loss: float, accuracy: float, epsilon: Epsilon | None, seconds: float) -> None:
         self.engine.commit()

@@ -277,6 +277,13 @@ def test_assumptions_are_stated() -> None:
     assert "take the noise off" in " ".join(proved_epsilon(*make_run(taken=1, seeded=True)).assumptions)
     repeated = proved_epsilon(*make_run(taken=1, sampling="with-replacement"), neighbours="replace-one")
     assert "at most one row" not in " ".join(repeated.assumptions)
+    header, releases = make_run(taken=1)
+    viewed = proved_epsilon(dataclasses.replace(header, plan={**header.plan, "views": 4}), releases)
+    assert (
+        "at most one row of a batch in each step; the 4 views of an example are averaged before they are clipped"
+        in (" ".join(viewed.assumptions))
+    )
+    assert viewed.epsilon == proved_epsilon(header, releases).epsilon
 
 
 def test_delta_can_be_given_and_is_checked() -> None:

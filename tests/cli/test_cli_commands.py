@@ -103,6 +103,19 @@ def test_flags_override_the_configuration_file(gradveil: Callable[..., Any], tmp
     assert written["options"] == {"quantile": 0.7}
 
 
+@pytest.mark.parametrize("more", [(), ("--features", "scattering", "--model", "linear")])
+def test_views_from_the_command_line(gradveil: Callable[..., Any], tmp_path: Path, more: tuple[str, ...]) -> None:
+    where = tmp_path / "run"
+    outcome = gradveil("train", *SMALL, "--views", "2", "--augment", "flip", *more, "--seed", SEED, "--run-dir", where)
+    assert outcome.code == 0
+    assert "views of an example are averaged before they are clipped" in " ".join(outcome.out.split())
+    written = tomllib.loads((where / "config.toml").read_text())
+    assert (written["views"], written["augment"]) == (2, "flip")
+    assert gradveil("ledger", "verify", where).code == 0
+    assert "averaged before" in " ".join(gradveil("statement", where).out.split())
+    assert gradveil("train", "--resume", where, "--views", "3").code == 2
+
+
 def test_the_configuration_of_a_run_starts_another(gradveil: Callable[..., Any], run: Path, tmp_path: Path) -> None:
     outcome = gradveil("train", "--config", run / "config.toml", "--seed", SEED, "--run-dir", tmp_path / "again")
     assert outcome.code == 0

@@ -70,6 +70,28 @@ SETTINGS: dict[str, tuple[list[str], str, str, str]] = {
     "parts of no examples": (["--physical-batch-size", "0"], "physical_batch_size", "0", "at least 1"),
     "an option that is no number": (["--option", "quantile=half"], "quantile=half", "", "NAME=NUMBER"),
     "an option of no strategy": (["--option", "quantile=0.5"], "takes no options", "", "quantile"),
+    "no views": (["--views", "0"], "views", "greater than or equal to 1", "0"),
+    "views that are all the same": (["--views", "2"], "views = 2", "all be the same", "augment = 'flip'"),
+    "an augmentation without a view for it": (["--augment", "flip"], "'flip'", "nothing would be", "views = 2"),
+    "unknown augmentation": (["--views", "2", "--augment", "flop"], "augment", "'flip'", "flop"),
+    "features of shifted images": (
+        ["--views", "2", "--augment", "shift", "--features", "scattering", "--model", "linear"],
+        "'shift'",
+        "computed once",
+        "augment = 'flip' with views = 2",
+    ),
+    "features of four views": (
+        ["--views", "4", "--augment", "flip", "--features", "scattering", "--model", "linear"],
+        "views = 4",
+        "computed once",
+        "augment = 'flip' with views = 2",
+    ),
+    "a mirrored table": (
+        ["--dataset", "purchase-10", "--views", "2", "--augment", "flip"],
+        "(600,)",
+        "mirrors or moves images",
+        "data set of images",
+    ),
     "no such device": (["--device", "tpu"], "tpu", "", "cpu"),
 }
 

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from gradveil.clipping import Clipper, clipped_sums, make_groups
 
 
-def compare(model, x, y, *, clipping="per-layer", reduction="mean", bound=0.05, tolerance=1e-9, call=None):
+def compare(model, x, y, *, clipping="per-layer", reduction="mean", bound=0.05, tolerance=1e-9, call=None, views=1):
     """Clip with the engine and with the oracle: sums, largest norm and counts must agree."""
     groups = make_groups(model, clipping)
     bounds = [bound * (1 + 0.1 * i) for i in range(len(groups))]
-    reference = clipped_sums(model, F.cross_entropy, x, y, groups=groups, bounds=bounds)
-    clipper = Clipper(model, groups, bounds=bounds, loss_reduction=reduction)
+    reference = clipped_sums(model, F.cross_entropy, x, y, groups=groups, bounds=bounds, views=views)
+    clipper = Clipper(model, groups, bounds=bounds, loss_reduction=reduction, views=views)
     out = model(x) if call is None else call(model, x)
     F.cross_entropy(out, y, reduction=reduction).backward()
     agree(model, clipper, reference, bounds, len(x), tolerance)

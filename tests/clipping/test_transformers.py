@@ -54,6 +54,12 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **sizes))
 
 
+def bert_words() -> nn.Module:
+    """Predicts masked words: the last layer shares the embedding's weight, and its bias with the module around it."""
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 8, "tie_word_embeddings": True}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **QUIET, **sizes))
+
+
 MODELS = {"gpt2": gpt2, "bert": bert, "vit": vit, "llama": llama}
 LANGUAGE = ("gpt2", "llama")
 NAMES = [*MODELS, *(f"{name}, lora" for name in MODELS)]
@@ -115,6 +121,67 @@ def test_an_attention_mask_and_keywords(name):
     compare(model, x, y, "per-layer", lambda m, ids: m(input_ids=ids, attention_mask=mask))
 
 
+class Padded(nn.Module):
+    """Sentences of several lengths: word 0 is padding, which nothing attends to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(input_ids=x, attention_mask=(x != 0).long())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, lora", "bert", "bert, lora"])
+def test_sentences_of_several_lengths(name):
+    model = Padded(make(name).double())
+    x, y = data(name, 5)
+    x = x.clamp(min=1)
+    for i, length in enumerate((6, 3, 1, 4, 5)):
+        x[i, length:] = 0
+    compare(model, x, y, "per-layer")
+
+
+# ---- weights that the first and the last layer share
+
+
+def adapted(*targets: str, embedding: bool = False) -> nn.Module:
+    """GPT-2 with LoRA adapters at some layers, and its embedding trained in full beside them or not."""
+    config = peft.LoraConfig(r=2, lora_dropout=0.0, fan_in_fan_out=True, target_modules=list(targets))
+    model = peft.get_peft_model(gpt2(), config)
+    model.get_input_embeddings().weight.requires_grad_(embedding)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+TIED = {
+    "gpt2": (gpt2, "wte.weight"),
+    "bert, masked words": (bert_words, "word_embeddings.weight"),
+    "gpt2, lora and the embedding": (lambda: adapted("c_attn", embedding=True), "wte.weight"),
+    "gpt2, lora of the last layer": (lambda: adapted("c_attn", "lm_head", embedding=True), "wte.weight"),
+}
+
+
+# A model that is followed as a whole, through torch.func; peft on merging adapters, which nobody does here, and on
+# GPT-2's last layer, whose weight lies the other way round than those of its other layers.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_embedding_is_one_parameter(name, clipping):
+    """In one group, once; its gradient is that of both its uses, clipped by the norm of their sum."""
+    make_model, tied = TIED[name]
+    model = make_model().double()
+    trained = [key for group in make_groups(model, clipping) for key in group.parameters]
+    assert len(trained) == len(set(trained)) == sum(p.requires_grad for p in model.parameters())
+    assert sum(key.endswith(tied) for key in trained) == 1
+    x, y = data("gpt2", 7)
+    compare(model, x, y, clipping)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_checkpointing(name):
     model = make(name).double().train()
@@ -146,6 +213,40 @@ def test_a_private_loop_on_logits(name):
     for key, p in model.named_parameters():
         assert torch.isfinite(p).all()
         assert torch.equal(p, before[key]) != p.requires_grad, key  # what trains moved, what is frozen did not
+
+
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("llama")])
+def test_a_private_run_is_one_that_takes_an_example_at_a_time(name, clipping):
+    """Sampling, parts, clipped sums, the public normaliser and the optimizer; the noise is next to none."""
+    model = make(name).double()
+    other = copy.deepcopy(model)
+    x, y = data(name, 32)
+    x = x.double() if x.is_floating_point() else x
+    clip, size = 0.3, 8
+    engine = gradveil.PrivacyEngine(clip=clip, sigma=1e-12, steps=4, delta=1e-3, seed=1, clipping=clipping)
+    optimizer, plain = (
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, eps=1e-3) for m in (model, other)
+    )
+    loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=TensorDataset(x, y), batch_size=size, physical_batch_size=3
+    )[2]
+    drawn: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for a, b in loader:
+        drawn.setdefault(engine.step, []).append((a, b))
+        optimizer.zero_grad()
+        loss_of(model(a), b).backward()
+        optimizer.step()
+    groups = make_groups(other, clipping)
+    for step in range(4):
+        a, b = (torch.cat(parts) for parts in zip(*drawn[step], strict=True))
+        sums = clipped_sums(other, loss_of, a, b, groups=groups, bounds=list(engine.rule.bounds(step))).sums
+        for key, parameter in other.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = sums[key] / size
+        plain.step()
+    for (key, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert float((mine - theirs).detach().abs().max()) < 1e-8, key
 
 
 class Texts(Dataset):

@@ -40,6 +40,7 @@ _ALWAYS = (
 )
 _ONE_ROW = "each example contributes to at most one row of a batch in each step"
 _MANY_ROWS = "an example fills as many rows of a batch as it was drawn times, each clipped on its own"
+_VIEWS = "{rows}; the {views} views of an example are averaged before they are clipped, and are one row here"
 _FIXED_RATE = (
     "the sampling rate {rate:g} is taken as fixed and public: it is B/N with the public {population}, and "
     "adding or removing one example is taken not to change it"
@@ -87,10 +88,11 @@ def default_view(sampler: str) -> tuple[Neighbours, Accountant]:
 
 
 def assumptions(
-    *, samplers: Collection[str], neighbours: Neighbours, rate: float, population: int | None
+    *, samplers: Collection[str], neighbours: Neighbours, rate: float, population: int | None, views: int = 1
 ) -> tuple[str, ...]:
     """What every bound takes for granted, for runs drawn by ``samplers``."""
-    notes = [*_ALWAYS, _MANY_ROWS if "with-replacement" in samplers else _ONE_ROW]
+    rows = _MANY_ROWS if "with-replacement" in samplers else _ONE_ROW
+    notes = [*_ALWAYS, rows if views == 1 else _VIEWS.format(rows=rows, views=views)]
     if neighbours == "add-remove":
         known = "N" if population is None else f"N = {population}"
         notes.append(_FIXED_RATE.format(rate=rate, population=known))
@@ -100,7 +102,13 @@ def assumptions(
 def _run_assumptions(header: RunHeader, releases: Sequence[Release], neighbours: Neighbours) -> tuple[str, ...]:
     samplers = {header.sampling, *(r.sampler for r in releases)}
     notes = list(
-        assumptions(samplers=samplers, neighbours=neighbours, rate=header.sample_rate, population=header.population)
+        assumptions(
+            samplers=samplers,
+            neighbours=neighbours,
+            rate=header.sample_rate,
+            population=header.population,
+            views=header.plan.get("views", 1),
+        )
     )
     if header.seeded:
         notes.append(_SEEDED)

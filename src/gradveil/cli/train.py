@@ -31,7 +31,11 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--recipe", help="Settings that are accurate at a proved epsilon (gradveil recipes lists them).")
 @_option("--config", type=click.Path(path_type=Path), help="A TOML file of settings; overrides a recipe, and flags it.")
 @_option("--dataset", help="Data set (gradveil datasets lists them).  [default: digits]")
-@_option("--features", type=click.Choice(["none", "scattering"]), help="What the model is given.  [default: none]")
+@_option(
+    "--features",
+    type=click.Choice(["none", "scattering", "balanced-scattering"]),
+    help="What the model is given.  [default: none]",
+)
 @_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
 @_option("--strategy", help="Strategy (gradveil strategies lists them).  [default: baseline]")
 @_option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
@@ -47,6 +51,8 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--weight-decay", type=float, help="[default: 0]")
 @_option("--dropout", type=float, help="Dropout before the last layer of paper-cnn.  [default: 0]")
 @_option("--activation", help="relu, tanh, sigmoid or elu.  [default: relu]")
+@_option("--views", type=int, help="Views of an example, averaged before they are clipped.  [default: 1]")
+@_option("--augment", help="What the views are: flip, shift or flip-shift.  [default: none]")
 @_option("--average", type=float, help="Average the weights over the steps, with this decay.  [default: 0, none]")
 @_option("--sampling", help=f"{', '.join(SAMPLINGS)}.  [default: poisson]")
 @_option("--clipping", help="per-layer or flat.  [default: per-layer]")

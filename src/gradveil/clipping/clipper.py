@@ -9,6 +9,7 @@ C_g. Adding or removing one example therefore changes the sums by at most C_g in
     an example whose gradient is zero                     contributes zero
     an empty batch                                        the sums are exactly zero
     a parameter used several times in a pass              the norm is that of the sum of its uses
+    an example with several views                         its gradient is the mean over them, clipped once
     a parameter used outside its module's forward         refused: that use could not be clipped
     the same pass differentiated twice                    refused: contributions would add up to 2 C_g
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,8 +47,9 @@ from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, 
 from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.units import Tie, Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
+from gradveil.clipping.views import of_examples
 from gradveil.clipping.watch import PythonWatch, Watch
-from gradveil.errors import UnsupportedModelError
+from gradveil.errors import ConfigError, UnsupportedModelError
 from gradveil.kernels import cuda, programs
 from gradveil.kernels.layers import Layers, NativeWatch, layers
 
@@ -58,10 +61,17 @@ class Clipper:
     """Follows a model's units and turns their gradients into sums of clipped per-example gradients."""
 
     def __init__(
-        self, module: nn.Module, groups: tuple[Group, ...], *, bounds: Sequence[float], loss_reduction: str
+        self,
+        module: nn.Module,
+        groups: tuple[Group, ...],
+        *,
+        bounds: Sequence[float],
+        loss_reduction: str,
+        views: int = 1,
     ) -> None:
         check_module(module)
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
+        self.views = views  # rows of one example, one after the other (views.py)
         self._device_bounds: dict[torch.device, DeviceBounds] = {}
         self.bounds = tuple(bounds)
         self.padding: Padding | None = None  # of the coming passes
@@ -161,9 +171,15 @@ class Clipper:
                 "the model was called without a tensor that has a batch dimension, so its examples cannot be told "
                 "apart. Pass the batch as a tensor with the examples along the first dimension."
             )
-        batch = tensors[0].shape[0]
-        to_check = not self._watch.model_checked and self.agree(batch > 1)
-        if batch == 0:
+        rows = tensors[0].shape[0]
+        if rows % self.views:
+            raise ConfigError(
+                f"the model was called with {rows} rows, and views is {self.views}: an example has {self.views} rows, "
+                "one after the other, so which rows are whose cannot be told. Give all views of every example: "
+                "torch.stack(views, dim=1).flatten(0, 1)."
+            )
+        to_check = not self._watch.model_checked and self.agree(rows > 1)
+        if rows == 0:
             self._current = Pass(1, empty=True)
             return tree_map(
                 lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t,
@@ -171,9 +187,9 @@ class Clipper:
             )
         if to_check:
             self._watch.model_checked = True
-            self._check_model(module, args, kwargs, batch)
-        self._current = Pass(batch, empty=False, padding=self.padding)
-        if self._layers is not None and self.padding is None and self._only_clips:
+            self._check_model(module, args, kwargs, rows)
+        self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
+        if self._layers is not None and self.padding is None and self._only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
         return None
 
@@ -189,7 +205,7 @@ class Clipper:
         return self.whitening is None and self.gamma is None
 
     def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
-        """Layers of this pass may run in C++: nothing is padded, and nothing whitened."""
+        """Layers of this pass may run in C++: nothing is padded or whitened, and an example is one row."""
         number = library.next_number()
         self._passes[number] = current
         on_device = self._bounds_on(device).inside if device.type == "cuda" else None
@@ -203,18 +219,18 @@ class Clipper:
         if current.empty:
             output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
             return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
-        if isinstance(output, Tensor) and output.dim() > 0 and len(output) != current.batch:
+        if isinstance(output, Tensor) and output.dim() > 0 and len(output) != current.rows:
             raise UnsupportedModelError(
-                f"the model turned a batch of {current.batch} examples into an output of shape {tuple(output.shape)}: "
+                f"the model turned a batch of {current.rows} examples into an output of shape {tuple(output.shape)}: "
                 "its rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
             )
-        # d(mean)/d(row) is 1/B of the gradient of that example's own loss.
-        scale = float(current.batch) if self.loss_reduction == "mean" else 1.0
+        # d(mean)/d(row) is 1/B of the gradient of that example's own loss; of K rows of an example, 1/(B K).
+        scale = float(current.batch) if self.loss_reduction == "mean" else 1.0 / current.views
         if isinstance(output, Tensor):
             output = self._tapped_output(output, current, scale)
         else:
             output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
-        return self._watch.wrap(output, current.batch)
+        return self._watch.wrap(output, current.rows)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
         if not isinstance(t, Tensor) or not t.requires_grad:
@@ -263,7 +279,7 @@ class Clipper:
             and len(args) == 1
             and not kwargs
         ):
-            x = self._batched(unit, unit.rule, args[0], current.batch)
+            x = self._batched(unit, unit.rule, args[0], current.rows)
             if layer.takes(x):
                 return layer.run_again(x, current.number) if again else layer.run(x)
         call = Call(unit, current, again=again)
@@ -271,12 +287,12 @@ class Clipper:
         if self._sharded:
             unit.slots = [self._slot_of(n, p) for n, p in zip(unit.names, parameters, strict=True)]
         if unit.rule is None or len(args) + len(kwargs) != 1:
-            run = FunctionCall(unit, plain, args, kwargs, current.batch, plan)
+            run = FunctionCall(unit, plain, args, kwargs, current.rows, plan)
             inputs = [run.leaves[i] for i in run.differentiable]
             with self.quietly():
                 outputs = FunctionTap.apply(self, call, run, *parameters, *inputs)
             return plan.assemble(outputs)
-        x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.batch)
+        x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.rows)
         own = unit.module._parameters
         weight, bias = own["weight"], own.get("bias")
         return tap_layer(self, call, unit.rule, unit.rule.prepare(x), weight, bias)
@@ -312,7 +328,7 @@ class Clipper:
         call.done = True
         if current.was_clipped(unit):
             self.refuse(unit.index, "checkpoints")
-        sums = self._sums(unit, use, current)
+        sums = self._sums(unit, of_examples(use, current.views), current)
         return [None] * len(unit.parameters) if sums is None else list(sums)
 
     def collect_elsewhere(
@@ -340,14 +356,17 @@ class Clipper:
             current.kept.append((unit, use))
             return None
         current.set_clipped(unit)
-        sums = self._kernel_sums(unit, use, current)
-        if sums is None:
-            sums = self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current))
+        sums = self._clip_alone(unit, use, current)
         live = unit.live() if self._sharded else unit.parameters
         sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, live, strict=True)]
         for slot, total in zip(unit.slots, sums, strict=True):
             self._gradients.expect(slot, total)
         return sums
+
+    def _clip_alone(self, unit: Unit | Tie, use: Use, current: Pass) -> list[Tensor]:
+        """The clipped sums of a use that holds whole groups by itself."""
+        sums = self._kernel_sums(unit, use, current)
+        return self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current)) if sums is None else sums
 
     def _being_differentiated(self) -> Pass | None:
         """The pass whose backward is under way, by Python's account or by that of the C++ code."""
@@ -384,8 +403,13 @@ class Clipper:
         current.kept = []
         if by_unit:
             with torch.no_grad():
-                work = [(of, self._whitened(of, _together(of, kept))) for of, kept in by_unit.items()]
-                for (of, _), sums in zip(work, self._clip_together(work, current), strict=True):
+                work = [(of, _together(of, kept)) for of, kept in by_unit.items()]
+                alone = [(of, use) for of, use in work if of.whole_groups]
+                others = [(of, use) for of, use in work if not of.whole_groups]
+                clipped = chain(
+                    (self._clip_alone(of, use, current) for of, use in alone), self._clip_together(others, current)
+                )
+                for (of, _), sums in zip(alone + others, clipped, strict=True):
                     for parameter, total in zip(of.parameters, sums, strict=True):
                         self.deliver(parameter, total.to(parameter.dtype))
         self._gradients.stamp()
@@ -434,6 +458,7 @@ class Clipper:
 
     def _clip_together(self, work: Sequence[tuple[Unit | Tie, Use]], current: Pass) -> Iterator[list[Tensor]]:
         """The clipped sums of uses that only together hold whole groups: norms first, then one contraction each."""
+        work = [(unit, self._whitened(unit, use)) for unit, use in work]
         squares: dict[int, Tensor] = {}
         for unit, use in work:
             for group, square in zip(unit.group_of, use.sq_norms(), strict=True):
@@ -445,7 +470,7 @@ class Clipper:
                 use.keep(keep)
             yield use.weighted_sums([weights[g] for g in unit.group_of])
 
-    def _weigh_unit(self, unit: Unit, current: Pass) -> Weigh:
+    def _weigh_unit(self, unit: Unit | Tie, current: Pass) -> Weigh:
         def weigh(rows: slice, squares: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
             of_group: dict[int, Tensor] = {}
             for group, square in zip(unit.group_of, squares, strict=True):
@@ -455,7 +480,7 @@ class Clipper:
 
         return weigh
 
-    def _kernel_sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
+    def _kernel_sums(self, unit: Unit | Tie, use: Use, current: Pass) -> list[Tensor] | None:
         """By a compiled kernel, where one fits: one group, nothing whitened or normalised, real examples."""
         if not self._only_clips or current.empty or len(set(unit.group_of)) != 1:
             return None

@@ -5,8 +5,13 @@ A use that none of them takes goes through PyTorch (uses.py), with the same resu
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from gradveil.clipping.rules.conv import ConvUse
+from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
+from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.uses import MaterialisedUse, Use
 from gradveil.kernels import cuda, programs
 from gradveil.kernels.cuda import Clip, Clipped
@@ -14,10 +19,55 @@ from gradveil.kernels.cuda import Clip, Clipped
 
 def clipped(use: Use, clip: Clip) -> Clipped | None:
     """Clipped sums of a use whose parameters are all in one group; None where no kernel fits."""
+    if isinstance(use, LinearUse) and use.half:
+        return _half_linear(use, clip) if cuda.usable(use.x, use.g) else None  # products that no program can say
+    if isinstance(use, TiedUse):
+        return _tied(use, clip)
     found = _clipped(use, clip)
     recorder = programs.current()
     if found is not None and recorder is not None:
         recorder.finish(found.both, found.sums)
+    return found
+
+
+_ALIGNED = 8  # halves: 16 bytes
+
+
+def _half_linear(use: LinearUse, clip: Clip) -> Clipped:
+    outputs = use.g.shape[-1]
+    more = 0 if isinstance(use, TransposedLinearUse) else -outputs % _ALIGNED
+    found = cuda.clip_in_chunks(lambda rows: use.half_gradients(rows, more), use.chunks(), clip)
+    if more:
+        found.sums[0] = found.sums[0][:outputs]
+    return found
+
+
+def _tied(use: TiedUse, clip: Clip) -> Clipped | None:
+    """An output layer in half precision, and embeddings that share its weight and are added to its gradients."""
+    linear = next((u for u in use.uses if isinstance(u, LinearUse)), None)
+    rows_of = [u for u in use.uses if isinstance(u, EmbeddingUse)]
+    if (
+        linear is None
+        or isinstance(linear, TransposedLinearUse)
+        or not linear.half
+        or len(use.shapes) != 1
+        or len(rows_of) != len(use.uses) - 1
+        or not cuda.usable(linear.x, linear.g, *(u.g for u in rows_of))
+    ):
+        return None
+    outputs, inputs = use.shapes[0]
+    more = -outputs % _ALIGNED
+
+    def gradients(rows: slice) -> list[Tensor]:
+        found = linear.half_gradients(rows, more)
+        table = found[0].view(-1, inputs)  # (examples * rows of the weight, D)
+        starts = torch.arange(0, len(table), outputs + more, device=table.device).unsqueeze(1)
+        for other in rows_of:
+            table.index_add_(0, (other.x[rows] + starts).flatten(), other.g[rows].flatten(0, 1).to(table.dtype))
+        return found
+
+    found = cuda.clip_in_chunks(gradients, linear.chunks(), clip)
+    found.sums[0] = found.sums[0][:outputs]
     return found
 
 

@@ -15,7 +15,7 @@ from gradveil.kernels.layers import Layers
 
 @dataclass(frozen=True)
 class Padding:
-    """Which rows of a batch are examples, and where examples that are not finite are flagged (kept by the caller)."""
+    """Which places of a batch hold examples, and where those that are not finite are flagged (kept by the caller)."""
 
     present: Tensor  # (batch,) bool
     lost: Tensor  # (batch,) int32
@@ -24,10 +24,11 @@ class Padding:
 class Pass:
     """One forward call of the model with gradients enabled, and the backward pass that follows it."""
 
-    def __init__(self, batch: int, *, empty: bool, padding: Padding | None = None) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, *, empty: bool, views: int = 1, padding: Padding | None = None) -> None:
+        self.batch, self.views = batch, views  # examples, and the rows that each of them has
+        self.rows = batch * views
         self.empty = empty  # the batch had no example; one row of zeros stands in, and counts for nothing
-        self.present = padding.present if padding is not None else None  # which rows are examples; None: all
+        self.present = padding.present if padding is not None else None  # which are examples; None: all
         # Where layers run in C++: the library, and the number of this pass there; it then keeps count of calls.
         self.library: Layers | None = None
         self.number = -1

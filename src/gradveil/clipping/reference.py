@@ -32,20 +32,24 @@ def clipped_sums(
     groups: Sequence[Group],
     bounds: Sequence[float],
     gamma: float | None = None,
+    views: int = 1,
 ) -> Reference:
     """Clip each example's gradient of its own loss to ``bounds`` per group and add them up.
 
     With ``gamma`` a gradient g is normalised instead: bound * g / (|g| + gamma).
 
-    ``loss_fn(output, target)`` is called on batches of one, so its reduction does not matter. A gradient
-    that is not finite counts as zero. The module is copied first: an attached engine plays no part.
+    ``loss_fn(output, target)`` is called on one example, so its reduction does not matter; on its ``views`` rows, where
+    it has several, over which it must average. A gradient that is not finite counts as zero. The module is copied
+    first: an attached engine plays no part.
     """
     module = copy.deepcopy(module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    norms = torch.zeros(len(inputs), len(groups), dtype=torch.float64)
-    for i in range(len(inputs)):
-        loss = loss_fn(module(inputs[i : i + 1]), targets[i : i + 1])
+    examples = len(inputs) // views
+    norms = torch.zeros(examples, len(groups), dtype=torch.float64)
+    for i in range(examples):
+        rows = slice(i * views, (i + 1) * views)
+        loss = loss_fn(module(inputs[rows]), targets[rows])
         module.zero_grad(set_to_none=True)
         loss.sum().backward()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}

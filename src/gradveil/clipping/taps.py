@@ -31,7 +31,7 @@ class OutputTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if g.dim() == 0 and ctx.current.batch > 1:
+        if g.dim() == 0 and ctx.current.rows > 1:
             raise refusal("scalar", "")
         ctx.clipper.start_backward(ctx.current)
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
@@ -132,7 +132,7 @@ class Followed:
         if layer is not None and current is not None and len(args) == 1 and not kwargs:
             # The ordinary call of an ordinary layer, without further ado: small layers feel every call.
             x, sizes = args[0], self.unit.inputs.get(0, "examples")
-            if x.shape[0] == current.batch and sizes == "examples" and layer.takes(x) and torch.is_grad_enabled():
+            if x.shape[0] == current.rows and sizes == "examples" and layer.takes(x) and torch.is_grad_enabled():
                 return layer.run(x)
         return self._run(*args, **kwargs)
 

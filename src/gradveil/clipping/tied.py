@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
-from gradveil.clipping.uses import Use, wide_pair
+from gradveil.clipping.uses import Use, Weigh, wide_pair
 
 
 class TiedUse(Use):
@@ -68,6 +68,9 @@ class TiedUse(Use):
         if self.places[i][0] != self.places[j][0] or set(self.places[i][1:]) & set(self.places[j][1:]):
             return None
         return weight_product(self.uses[i], self.uses[j])
+
+    def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
+        return self._clipped_by_norms(weigh)
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
         if self._cached:

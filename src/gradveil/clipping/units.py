@@ -79,6 +79,7 @@ class Tie:
     parameters: list[nn.Parameter] = field(default_factory=list)  # of all of them, each once
     group_of: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    whole_groups: bool = False  # no group reaches beyond these units: they can be clipped by themselves
 
     def __post_init__(self) -> None:
         for unit in self.units:
@@ -139,7 +140,8 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
         unit.sort_parameters()
         names = set(unit.names)
         unit.whole_groups = all(names.issuperset(groups[g].parameters) for g in set(unit.group_of))
-    _tie(units.values())
+    for tie in _tie(units.values()):
+        tie.whole_groups = all(set(tie.names).issuperset(groups[g].parameters) for g in set(tie.group_of))
     return list(units.values())
 
 
@@ -149,16 +151,14 @@ def _adds_up(module: nn.Module) -> bool:
     return rule is not None and rule.adds_up
 
 
-def _tie(units: Iterable[Unit]) -> None:
+def _tie(units: Iterable[Unit]) -> list[Tie]:
     """Bind the units that share parameters, directly or through others."""
     together: list[list[Unit]] = []
     for unit in units:
         mine = {id(p) for p in unit.parameters}
         joined = [t for t in together if any(id(p) in mine for other in t for p in other.parameters)]
         together = [t for t in together if t not in joined] + [[u for t in joined for u in t] + [unit]]
-    for tied in together:
-        if len(tied) > 1:
-            Tie(tied)
+    return [Tie(tied) for tied in together if len(tied) > 1]
 
 
 def _below(name: str, parent: str) -> bool:

@@ -20,7 +20,7 @@ What holds for all of them:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,27 @@ def clip_rows(grads: Sequence[Tensor], clip: Clip) -> Clipped:
     rows = [first, second] if two else [first]
     sums = [_empty(*g.shape[1:], device=g.device) for g in rows]
     _add_weighted(rows, both[1], sums, add=False)
+    return Clipped(sums, both)
+
+
+def clip_in_chunks(gradients: Callable[[slice], list[Tensor]], chunks: Sequence[slice], clip: Clip) -> Clipped:
+    """Per-example gradients (b, *P) of one or two parameters, formed some examples at a time, in float32."""
+    examples = chunks[-1].stop
+    both = _empty(2, examples, device=clip.lost.device)
+    sums: list[Tensor] = []
+    for part in chunks:
+        rows = gradients(part)
+        count, size = part.stop - part.start, rows[-1][0].numel()
+        squares = torch.linalg.vector_norm(rows[0].view(count, -1), dim=1).square_()
+        present = None if clip.present is None else clip.present[part]
+        _launch(
+            _triton.partial_weights, (count,), squares, rows[-1], 1, size,
+            clip.bound, present, both[0][part], both[1][part], clip.lost[part],
+            HAS_ROWS=len(rows) == 2, HAS_PRESENT=present is not None, BLOCK=_block(size, 1024), num_warps=4,
+        )  # fmt: skip
+        if not sums:
+            sums = [_empty(*r.shape[1:], device=r.device) for r in rows]
+        _add_weighted(rows, both[1][part], sums, add=part.start > 0)
     return Clipped(sums, both)
 
 

@@ -34,6 +34,20 @@ def choose_formula(positions: int, inputs: int, outputs: int) -> str:
     return "gram" if positions * (inputs + outputs) < inputs * outputs else "direct"
 
 
+def stays_half(g: Tensor) -> bool:
+    """Whether the factors of a gradient are multiplied as they are, in half precision, and added up in float32.
+
+    Tensor cores do that, and nothing is underestimated: the norm is of the gradient that comes out, and that gradient
+    is what is scaled and added to the sum. Scaled *factors* in half precision would not do: what is rounded off them
+    can be more than the sum of their products, and an example would exceed its bound.
+    """
+    return g.is_cuda and g.dtype in _HALVES and _MULTIPLIES_HALVES and performance.settings().formula != "gram"
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+_MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
+
+
 class LinearUse(Use):
     """Gradients of y = x W^T + b; parameters: weight (O, D) and bias (O), those that train.
 
@@ -41,19 +55,25 @@ class LinearUse(Use):
     """
 
     keeps_gradients = False  # one product of scaled rows gives the sum
+    half = False  # x and g are kept in half precision: see :func:`stays_half`
 
     def __init__(self, x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> None:
         self.examples, self.device = x.shape[0], x.device
         self.weight, self.bias = weight, bias
         self.positions = math.prod(x.shape[1:-1])
         inputs, outputs = x.shape[-1], g.shape[-1]
-        x, g = wide_pair(x, g)
+        if weight and self.positions > 1 and stays_half(g):
+            self.half, x = True, x.to(g.dtype)  # as autocast gave it to the layer
+        else:
+            x, g = wide_pair(x, g)
         if x.dim() != 2:
             shape = (self.examples,) if self.positions == 1 else (self.examples, self.positions)
             x, g = x.reshape(*shape, inputs), g.reshape(*shape, outputs)
         self.x, self.g = x, g  # (B, D) and (B, O) where T = 1: small layers feel every view
         self.elements_per_example = inputs * outputs
         self.formula = choose_formula(self.positions, inputs, outputs) if weight else "rank-one"
+        if self.half:
+            self.formula = "direct"
 
     @property
     def x_BTD(self) -> Tensor:
@@ -71,8 +91,19 @@ class LinearUse(Use):
 
     def _gradients(self, rows: slice) -> list[Tensor]:
         x, g = self.x_BTD[rows], self.g_BTO[rows]
+        if self.half:
+            return self.half_gradients(rows)
         found = [torch.bmm(g.mT, x)] if self.weight else []
         return found + ([g.sum(1)] if self.bias else [])
+
+    def half_gradients(self, rows: slice, more: int = 0) -> list[Tensor]:
+        """The gradients in float32, of factors in half precision; that of the weight with so many more rows of zeros.
+
+        A product with 50257 rows takes several times as long as one with 50264: its factor's rows are not aligned.
+        """
+        x, g = self.x[rows], self.g[rows]
+        factor = F.pad(g, (0, more)) if more else g
+        return [product_of_halves(factor.mT, x)] + ([g.sum(1, dtype=torch.float32)] if self.bias else [])
 
     def sq_norms(self) -> list[Tensor]:
         if self.formula == "direct":
@@ -87,6 +118,8 @@ class LinearUse(Use):
         return found + ([bias_sq] if self.bias else [])
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        if self.half:
+            return super().weighted_sums(weights)
         scaled: dict[int, Tensor] = {}
         for w in weights:
             if id(w) not in scaled:
@@ -115,6 +148,14 @@ class LinearUse(Use):
         return found
 
 
+def product_of_halves(a: Tensor, b: Tensor) -> Tensor:
+    """a b of two batches of matrices in half precision, in float32."""
+    if not a.is_cuda:  # what no tensor core does
+        return torch.bmm(a.float(), b.float())
+    product: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+    return product
+
+
 class LinearRule(LayerRule):
     """nn.Linear."""
 
@@ -137,18 +178,25 @@ class TransposedLinearUse(LinearUse):
 
     def per_example(self, rows: slice) -> list[Tensor]:
         found = self._gradients(rows)
-        return [found[0].mT, *found[1:]] if self.weight else found
+        return [found[0].mT, *found[1:]] if self.weight and not self.half else found
+
+    def half_gradients(self, rows: slice, more: int = 0) -> list[Tensor]:
+        assert not more, "rows of zeros would be columns here"
+        x, g = self.x[rows], self.g[rows]
+        return [product_of_halves(x.mT, g)] + ([g.sum(1, dtype=torch.float32)] if self.bias else [])
 
     def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
-        return [sums[0].mT.contiguous(), *sums[1:]] if self.weight else sums
+        return [sums[0].mT.contiguous(), *sums[1:]] if self.weight and not self.half else sums
 
 
 class Conv1DRule(LayerRule):
     """The Conv1D of Hugging Face's GPT-2: a linear layer whose weight is stored as (inputs, outputs)."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        out = x @ weight
-        return out if bias is None else out + bias, ()
+        rows = x.reshape(-1, x.shape[-1])
+        # Not x @ weight + bias: under autocast that sum would be of float32, and so would be all that follows from it.
+        out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        return out.view(*x.shape[:-1], weight.shape[1]), ()
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
