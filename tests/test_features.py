@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from gradveil import features
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.features import Scattering
+from gradveil.features import BalancedScattering, Scattering
+from gradveil.features.drawings import draw
 
 SHAPES = {(1, 28, 28): (81, 7, 7), (3, 32, 32): (243, 8, 8), (1, 8, 8): (81, 2, 2), (2, 30, 17): (162, 7, 4)}
 
@@ -115,3 +116,60 @@ def test_extraction_in_pieces_is_extraction():
     found = features.extract(scattering, x, torch.device("cpu"))
     assert not found.requires_grad
     assert torch.allclose(found, scattering(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "expected"), SHAPES.items())
+def test_balanced_features_have_one_shape_and_one_length(shape, expected):
+    balanced = features.make("balanced-scattering", shape)
+    assert balanced.output_shape == expected
+    found = balanced(images(shape))
+    assert found.shape == (4, *expected)
+    assert torch.allclose(found.flatten(1).norm(dim=1), torch.tensor(70.0))
+    assert not list(balanced.parameters()) and balanced.state_dict() == {}
+
+
+def test_balanced_features_depend_on_their_example_alone_and_on_no_data_set():
+    x = images((3, 16, 16), 6)
+    together = BalancedScattering((3, 16, 16))(x)
+    alone = torch.cat([BalancedScattering((3, 16, 16))(one[None]) for one in x])
+    assert torch.allclose(together, alone, atol=1e-3)
+    assert torch.equal(draw(3, (3, 9, 12), seed=5), draw(3, (3, 9, 12), seed=5))
+    assert not torch.equal(draw(3, (3, 9, 12), seed=5), draw(3, (3, 9, 12), seed=6))
+
+
+def test_balancing_brings_the_directions_of_the_channels_closer_to_one_size():
+    shape = (3, 32, 32)
+    x = draw(64, shape, seed=1)  # others than those the balance was measured on
+
+    def spread(found: torch.Tensor) -> float:
+        """Of all directions that vary, the share of the variance that is in the largest."""
+        rows = found.transpose(0, 1).flatten(1).double()
+        variances = torch.linalg.eigvalsh(torch.cov(rows))
+        return float(variances[-1] / variances.sum())
+
+    assert spread(BalancedScattering(shape)(x)) < 0.6 * spread(Scattering(shape)(x))
+
+
+def test_grey_pictures_in_colour_leave_the_colour_channels_empty():
+    grey = images((1, 16, 16)).expand(-1, 3, -1, -1)
+    found = Scattering((3, 16, 16)).coefficients(balanced_colours(grey))
+    assert found[:, 81:].abs().max() < 1e-5 < found[:, :81].abs().max()
+
+
+def balanced_colours(x: torch.Tensor) -> torch.Tensor:
+    from gradveil.features.balanced import _opponent
+
+    return _opponent(x)
+
+
+def test_drawings_are_pictures():
+    x = draw(200, (3, 32, 32), seed=0)
+    assert x.shape == (200, 3, 32, 32)
+    assert float(x.min()) >= 0 and float(x.max()) <= 1
+    steps = (x[..., 1:] - x[..., :-1]).abs()
+    assert (steps < 0.01).float().mean() > 0.5 and (steps > 0.2).float().mean() > 0.01  # flat parts, and edges
+
+
+def test_balanced_features_of_a_blank_image_are_finite():
+    found = BalancedScattering((1, 8, 8))(torch.zeros(2, 1, 8, 8))
+    assert found.isfinite().all()

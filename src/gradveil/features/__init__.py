@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from gradveil.errors import UnknownNameError
+from gradveil.features.balanced import BalancedScattering
 from gradveil.features.scattering import Scattering
 
-__all__ = ["MAPS", "Scattering", "extract", "make"]
+__all__ = ["MAPS", "BalancedScattering", "Scattering", "extract", "make"]
 
-MAPS = {"scattering": Scattering}
+MAPS = {"scattering": Scattering, "balanced-scattering": BalancedScattering}
 _AT_ONCE = {"cpu": 48, "cuda": 3000}  # channels of images: on a CPU, as many as its cache holds
 
 
