@@ -13,7 +13,8 @@ ROWS = rows_of("non-private", "baseline", "dyn-s-decay", "dyn-s-l2max", "dyn-s",
 _SLIGHT = 1.10  # what is called negligible here
 
 
-def _run(plan: Plan, dataset: str, settings: dict[str, object]) -> Cell:
+def run(plan: Plan, dataset: str, settings: dict[str, object]) -> Cell:
+    """Some short runs of one strategy, timed while nothing else runs."""
     length = plan.length(dataset)
     steps, repeats = (100, 3) if plan.scale == "full" else (20, 1)
     shared = {"dataset": dataset, "seed": 0, "device": plan.device, "repeats": repeats}
@@ -22,7 +23,7 @@ def _run(plan: Plan, dataset: str, settings: dict[str, object]) -> Cell:
 
 
 def cells(plan: Plan) -> list[Cell]:
-    return [_run(plan, dataset, row.settings) for dataset in plan.sets_of(*SETS) for row in ROWS]
+    return [run(plan, dataset, row.settings) for dataset in plan.sets_of(*SETS) for row in ROWS]
 
 
 def report(plan: Plan, found: Found) -> Report:
@@ -30,7 +31,7 @@ def report(plan: Plan, found: Found) -> Report:
     extra: list[bool] = []
     costs: dict[str, float] = {}
     for dataset in plan.sets_of(*SETS):
-        seconds = {row: float(found[_run(plan, dataset, row.settings)]["seconds_per_step"]) for row in ROWS}
+        seconds = {row: float(found[run(plan, dataset, row.settings)]["seconds_per_step"]) for row in ROWS}
         plain, baseline = seconds[ROWS[0]], seconds[ROWS[1]]
         told = published.SECONDS.get(dataset)
         costs[dataset] = baseline / plain
