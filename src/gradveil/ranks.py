@@ -206,8 +206,18 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def current() -> Ranks:
-    """The ranks of the default process group; one where there is none."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    """The ranks of the default process group; one where there is none, refused where torchrun has started several."""
+    if not (dist.is_available() and dist.is_initialized()):
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started > 1 and dist.is_available() and dist.is_torchelastic_launched():
+            raise ConfigError(
+                f"torchrun has started {started} processes, and torch.distributed is not initialised: each would make "
+                "a run of its own on the same data, and what they release together would not be accounted for. Call "
+                "torch.distributed.init_process_group() before the PrivacyEngine is made (with Accelerate on a CPU: "
+                "Accelerator(cpu=True))."
+            )
+        return Ranks()
+    if dist.get_world_size() == 1:
         return Ranks()
     return Ranks(dist.get_rank(), dist.get_world_size())
 

@@ -104,6 +104,7 @@ def trained(strategy: str, *, steps: int = 50, wrap: str = "none", physical: int
         taken.setdefault(step, []).extend(data.taken)
         data.taken.clear()
         optimizer.zero_grad()
+        x, y = with_views(x, y, engine.views)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     inner = engine.module
@@ -112,6 +113,11 @@ def trained(strategy: str, *, steps: int = 50, wrap: str = "none", physical: int
         "releases": [r.to_dict() | {"digest": None} for r in engine.releases],
         "taken": {step: sorted(indices) for step, indices in taken.items()},
     }
+
+
+def with_views(x: torch.Tensor, y: torch.Tensor, views: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of each example and its mirror image, where there are two views."""
+    return torch.stack([x, x.flip(-1)][:views], dim=1).flatten(0, 1), y.repeat_interleave(views)
 
 
 def _collate_with_empty(data: TensorDataset) -> Callable[[list[Any]], Any]:
@@ -131,7 +137,7 @@ def every_strategy() -> dict[str, Any]:
 
 
 def every_way() -> dict[str, Any]:
-    """Wrapped in DDP before or after, flat, in physical parts, other samplers."""
+    """Wrapped in DDP before or after, flat, in physical parts, other samplers, several views."""
     return {
         "before": trained("baseline", wrap="before"),
         "after": trained("baseline", wrap="after"),
@@ -141,6 +147,8 @@ def every_way() -> dict[str, Any]:
         "without replacement": trained("baseline", sampling="without-replacement"),
         "with replacement": trained("baseline", sampling="with-replacement"),
         "pure": trained("baseline", steps=20),
+        "views": trained("baseline", steps=20, views=2),
+        "views, parts": trained("dyn-s-l2max", steps=20, clipping="flat", views=2, physical=3),
     }
 
 
@@ -284,7 +292,7 @@ class _Sequence(nn.Module):
         return self.head(self.conv(h.mT).mT).mean(1)
 
 
-def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | None = None) -> Any:
+def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | None = None, views: int = 1) -> Any:
     """``way``: alone, ddp or fsdp. The whole weights at the end."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -305,7 +313,7 @@ def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | N
     x = torch.randint(0, 11, (80, 5), generator=generator)
     y = torch.randint(0, 11, (80,), generator=generator)
     settings = {"clip": 0.5, "sigma": 1.0, "steps": 20, "delta": 1e-3, "seed": 5, "allow_unproved": True}
-    engine = gradveil.PrivacyEngine(strategy=strategy, clipping=clipping, **settings)
+    engine = gradveil.PrivacyEngine(strategy=strategy, clipping=clipping, views=views, **settings)
     model, _, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
@@ -313,7 +321,8 @@ def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | N
         batch_size=6,
         physical_batch_size=physical,
     )
-    for inputs, targets in loader:
+    for batch in loader:
+        inputs, targets = with_views(*batch, views)
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -329,6 +338,8 @@ WAYS = [
     ("quantile-clip", "per-layer", False, 2),
     ("normalised", "per-layer", False, None),
     ("dyn-s-l2max", "per-layer", False, None),
+    ("baseline", "per-layer", False, None, 2),
+    ("baseline", "flat", True, 2, 2),
 ]
 
 

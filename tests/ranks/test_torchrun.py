@@ -101,3 +101,25 @@ def test_a_killed_process_ends_the_job_and_nothing_is_uncounted(moment, tmp_path
     assert after.ended == "finished"
     assert len(after.releases) >= before
     assert {r.step for r in after.releases} == set(range(800))
+
+
+ALONE = """
+import gradveil
+try:
+    gradveil.PrivacyEngine(clip=1.0, sigma=1.0, steps=3)
+    print("taken")
+except gradveil.errors.ConfigError as error:
+    print(error)
+"""
+
+
+def test_processes_that_were_not_joined_are_refused(tmp_path):
+    """Each would train on all the data and release a model of its own: as many times the epsilon as processes."""
+    (tmp_path / "script.py").write_text(ALONE)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launcher, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torchrun has started 2 processes") == 2
+    assert "init_process_group()" in done.stdout
+    assert "taken" not in done.stdout

@@ -37,6 +37,7 @@ class Unit:
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
+    own_names: list[str] = field(default_factory=list)  # below this module: of a tied weight, another than in ``names``
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
     # How the first dimension of each flat input follows the batch, learned on the first batch of more than one example:
     # "examples" (it is the batch), "shared" (it does not change with the batch), "other" (neither).
@@ -54,10 +55,9 @@ class Unit:
         """The parameters as the module uses them now: whole, where the model holds parts of them."""
         if not any(is_sharded(p) for p in self.parameters):
             return list(self.parameters)
-        prefix = len(self.name) + 1 if self.name else 0
         found: list[Tensor] = []
-        for name in self.names:
-            owner, _, leaf = name[prefix:].rpartition(".")
+        for name in self.own_names:
+            owner, _, leaf = name.rpartition(".")
             found.append(getattr(self.module.get_submodule(owner), leaf))
         return found
 
@@ -138,6 +138,8 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
     for index, unit in enumerate(units.values()):
         unit.index = index
         unit.sort_parameters()
+        below = {id(p): name for name, p in unit.module.named_parameters()}
+        unit.own_names = [below[id(p)] for p in unit.parameters]
         names = set(unit.names)
         unit.whole_groups = all(names.issuperset(groups[g].parameters) for g in set(unit.group_of))
     for tie in _tie(units.values()):
