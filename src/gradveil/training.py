@@ -463,8 +463,14 @@ class _Session:
 
     def _seed_forward(self, step: int) -> None:
         """Dropout of a seeded run is a function of the step, like everything else."""
-        if self.seed is not None:
-            torch.manual_seed(self.key.torch_generator("forward", step).initial_seed())
+        if self.seed is None:
+            return
+        seed = self.key.torch_generator("forward", step).initial_seed()
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed keeps a stack trace for unused devices
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _epsilon_so_far(self) -> Epsilon | None:
         """Quick enough to watch: proved by RDP (the statement's PLD is tighter), or as published where nothing is."""
