@@ -17,7 +17,8 @@ from gradveil.errors import ConfigError
 from gradveil.records import SideRelease
 from loops import dataset, network, run, start
 
-QUIET = {"count_noise": 1.0}  # enough for a test to see what the counts say
+HELD = {"quantile": 0.9, "quantile_end": 0.9}
+QUIET = {"count_noise": 1.0, **HELD}  # enough for a test to see what the counts say
 
 
 def estimate(*, clip=4.0, steps=200, batch_size=600.0, groups=2, **options):
@@ -38,7 +39,7 @@ def follow(rule, norms, steps):
 @pytest.mark.parametrize("start_at", [0.01, 1.0, 4.0, 32.0, 500.0])
 def test_where_an_estimate_starts_is_forgotten(start_at):
     norms = np.random.default_rng(0).lognormal(mean=[[0.0], [1.0]], sigma=0.6, size=(2, 5000))
-    found = follow(estimate(clip=start_at, steps=10_000), norms, 300).bounds(300)
+    found = follow(estimate(clip=start_at, steps=10_000, **HELD), norms, 300).bounds(300)
     assert found == pytest.approx(np.quantile(norms, 0.9, axis=1), rel=0.05)
 
 
@@ -58,16 +59,27 @@ def test_no_bound_is_above_the_ceiling_and_the_ceiling_decays():
 
 
 def test_noise_of_one_count_hardly_moves_a_bound():
-    small = estimate(batch_size=22.0, groups=1)  # counts of a batch of 22 are noised by 30
+    small = estimate(batch_size=22.0, groups=1, **HELD)  # counts of a batch of 22 are noised by 30
     before = small.bounds(0)[0]
     value = (0.9 - 0.5) * 22.0 + small.count_noise  # at the quantile, one standard deviation off
     small.learn((SideRelease(name="counts", values=(value,), sensitivity=0.5, noise_std=30.0),), {}, 6.0, 22.0)
     assert small.bounds(1)[0] == pytest.approx(before * math.exp(-0.05))
 
 
-def test_a_ceiling_below_the_start_is_refused():
+def test_the_quantile_rises_over_the_run():
+    norms = np.random.default_rng(0).lognormal(mean=[[0.0], [1.0]], sigma=0.6, size=(2, 5000))
+    rule = estimate(steps=1000, quantile=0.5, quantile_end=0.8)
+    assert [rule.quantile_at(step) for step in (0, 500, 1000)] == pytest.approx([0.5, 0.65, 0.8])
+    assert follow(rule, norms, 500).bounds(500) == pytest.approx(np.quantile(norms, 0.65, axis=1), rel=0.03)
+    assert follow(rule, norms, 500).bounds(1000) == pytest.approx(np.quantile(norms, 0.8, axis=1), rel=0.03)
+
+
+def test_estimates_are_refused_where_they_make_no_sense():
     with pytest.raises(ConfigError, match=r"ceiling is 2\.0, below the clip bound 4\.0"):
         estimate(ceiling=2.0)
+    with pytest.raises(ConfigError, match=r"quantile_end is 0\.5; .* from the quantile at the start, 0\.7"):
+        estimate(quantile=0.7, quantile_end=0.5)
+    assert estimate(quantile=0.9).quantile_end == 0.9  # given alone, it does not fall
 
 
 @pytest.mark.parametrize("clipping", ["per-layer", "flat"])

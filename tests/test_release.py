@@ -249,7 +249,7 @@ def test_quantile_counts_are_noised_at_the_recorded_std():
         engine, model, opt, loader = start(
             strategy="quantile-clip", steps=1, sampling="without-replacement", seed=seed, options={"count_noise": 4.0}
         )
-        run(engine, model, opt, loader, lambda e=engine: values.append([e._clipper.harvest.count_within(0) - 5.0]))
+        run(engine, model, opt, loader, lambda e=engine: values.append([e._clipper.harvest.counts_within()[0] - 5.0]))
         values[-1].append(engine.releases[0].side[0].values[0])
         engine.detach()
     noise = np.array([v[1] - v[0] for v in values])

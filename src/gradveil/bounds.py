@@ -122,7 +122,7 @@ class QuantileBounds(BoundRule):
 
     def side_releases(self, harvest: Harvest, noise: NoiseSource) -> tuple[SideRelease, ...]:
         count = len(self.current)
-        exact = [harvest.count_within(g) - harvest.examples / 2.0 for g in range(count)]
+        exact = [within - harvest.examples / 2.0 for within in harvest.counts_within()]
         values = tuple(e + self.count_noise * z for e, z in zip(exact, noise.normals(count), strict=True))
         return (
             SideRelease(
@@ -153,6 +153,8 @@ class EstimatedBounds(QuantileBounds):
     Each group's bound is an estimate of an upper quantile of its norms, so noise falls as gradients do. The counts
     are those of :class:`QuantileBounds`, charged in the same way. What is done with them afterwards is free:
 
+    - the quantile rises from ``quantile`` to ``quantile_end`` over the run: the fewer examples are still wrong, the
+      fewer are the long gradients, which are the ones to learn from;
     - the estimate moves fast at first and settles: rates from 1 to ``learning_rate`` over some 40 steps, and never so
       fast that the noise of one count moves a bound by more than 5 %;
     - no bound is above the ceiling, ``ceiling`` at first, which decays as the plan says (``clip_decay``, ``clip_end``).
@@ -164,7 +166,8 @@ class EstimatedBounds(QuantileBounds):
         groups: Sequence[Group],
         *,
         batch_size: float,
-        quantile: float = 0.9,
+        quantile: float = 0.6,
+        quantile_end: float | None = None,
         learning_rate: float = 0.2,
         count_noise: float | None = None,
         ceiling: float | None = None,
@@ -181,13 +184,23 @@ class EstimatedBounds(QuantileBounds):
         highest = max(start, _CEILING) if ceiling is None else ceiling
         if not (highest >= start and math.isfinite(highest)):
             raise ConfigError(f"the ceiling is {highest!r}, below the clip bound {start!r} that the run starts with.")
-        self.schedule, self.highest = plan.clip, highest
+        self.schedule, self.highest, self.steps = plan.clip, highest, plan.steps
+        self.quantile_end = max(quantile, _LAST_QUANTILE) if quantile_end is None else quantile_end
+        if not quantile <= self.quantile_end < 1:
+            raise ConfigError(
+                f"quantile_end is {self.quantile_end!r}; give a share of the examples from the quantile at the start, "
+                f"{quantile!r}, to less than 1."
+            )
         self.steadiest = _SHAKE * batch_size / self.count_noise
         self.learned = 0  # steps
 
     def ceiling(self, step: int) -> float:
         """The public limit of every bound."""
         return self.highest * self.schedule(step) / self.schedule.start
+
+    def quantile_at(self, step: int) -> float:
+        """The share of the examples that the bound is meant to hold."""
+        return self.quantile + (self.quantile_end - self.quantile) * min(1.0, step / self.steps)
 
     def bounds(self, step: int) -> tuple[float, ...]:
         return tuple(min(bound, self.ceiling(step)) for bound in self.current)
@@ -197,11 +210,11 @@ class EstimatedBounds(QuantileBounds):
     ) -> None:
         settled = 1.0 - math.exp(-self.learned / _SETTLING_STEPS)
         rate = min(_FIRST_RATE + (self.learning_rate - _FIRST_RATE) * settled, self.steadiest)
-        at = self.ceiling(self.learned)
+        at, quantile = self.ceiling(self.learned), self.quantile_at(self.learned)
         for group, value in enumerate(side[0].values):
             share = value / self.batch_size + 0.5
             # The count was of examples within the bound that was used: the estimate goes on from there.
-            self.current[group] = min(self.current[group], at) * math.exp(-rate * (share - self.quantile))
+            self.current[group] = min(self.current[group], at) * math.exp(-rate * (share - quantile))
         self.learned += 1
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -213,6 +226,7 @@ class EstimatedBounds(QuantileBounds):
 
 
 _CEILING = 32.0  # the largest bound of the paper's tables; a run that starts higher has its start as ceiling
+_LAST_QUANTILE = 0.8
 _FIRST_RATE = 1.0
 _SETTLING_STEPS = 40.0
 _SHAKE = 0.05  # what the noise of one count may move a bound by, relative

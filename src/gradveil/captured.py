@@ -206,8 +206,8 @@ class _Gathered(Harvest):
     def largest(self, group: int) -> float:
         return float(self._largest[group])
 
-    def count_within(self, group: int) -> int:
-        return int(self._within[group])
+    def counts_within(self) -> list[int]:
+        return [int(count) for count in self._within.tolist()]
 
     def take_lost(self) -> list[Tensor]:
         """The count of examples that were not finite since it was last taken."""

@@ -109,7 +109,7 @@ class Ranks:
         """What the ranks' parts of a batch add up to, beside the gradients."""
         if not self.several:
             return harvest
-        counted = self.total([harvest.examples, *(harvest.count_within(g) for g in range(groups))], like)
+        counted = self.total([harvest.examples, *harvest.counts_within()], like)
         return _Combined(int(counted[0]), counted[1:], self.highest([harvest.largest(g) for g in range(groups)], like))
 
     def all_agree(self, here: bool) -> bool:
@@ -188,8 +188,8 @@ class _Combined(Harvest):
     def largest(self, group: int) -> float:
         return self._norms[group]
 
-    def count_within(self, group: int) -> int:
-        return self._counts[group]
+    def counts_within(self) -> list[int]:
+        return list(self._counts)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -466,9 +466,7 @@ class _Session:
         if self.seed is None:
             return
         seed = self.key.torch_generator("forward", step).initial_seed()
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed keeps a stack trace for unused devices
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace for unused devices
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 

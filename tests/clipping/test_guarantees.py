@@ -87,7 +87,7 @@ def test_an_empty_batch_gives_exactly_zero_even_where_the_model_cannot_take_one(
     assert not model.layer.weight.grad.any()
     assert not model.layer.bias.grad.any()
     assert clipper.harvest.examples == 0
-    assert clipper.harvest.count_within(0) == 0
+    assert clipper.harvest.counts_within()[0] == 0
     clipper.detach()
 
 

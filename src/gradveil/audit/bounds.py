@@ -6,8 +6,8 @@ tell the two apart so well. Each bound is the largest epsilon that the trials re
 
     clopper_pearson   error rates of one threshold; trials of any mechanism (Jagielski, Ullman & Oprea 2020)
     gaussian_family   the same error rates, for a mechanism that is Gaussian noise (Nasr et al. 2023)
-    one_run           right guesses of many bits of one run (Steinke, Nasr & Jagielski 2023)
-    one_run_fdp       the same guesses, for a trade-off curve that is Gaussian (Mahloujifar, Melis & Chaudhuri 2024)
+    one_run           right guesses of many bits of one run (Steinke, Nasr & Jagielski 2023; see _guesses.py)
+    one_run_fdp       the same, for a trade-off curve that is Gaussian (Mahloujifar, Melis & Chaudhuri 2024)
 
 The two that assume a Gaussian are refused where the scale of the noise depends on the data: there they would turn a
 wrong assumption into a number. A bound of 0 says that nothing was found, never that there is nothing to find.
@@ -23,19 +23,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import expit, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 from scipy.stats import beta as beta_distribution
-from scipy.stats import binom
 
+from gradveil.audit._guesses import (
+    SHARES,
+    Classes,
+    Guesses,
+    classes,
+    guess,
+    guesses_each,
+    one_run_p_value,
+    planned_share,
+    smallest_with_spare,
+)
 from gradveil.errors import ConfigError
 
 Array = NDArray[np.float64]
 Coins = NDArray[np.bool_]
 Parts = tuple[Array, Array]
 
-# The shares of the bits that one-run bounds guess. Not all: as many are called present as absent, and that all coins
-# fall so evenly is unlikely.
-SHARES = (0.02, 0.2, 0.9)
+_FIXED_SHARES = (0.02, 0.2, 0.9)  # of the bits that are guessed, where their number does not follow from the scores
+_FOR_DELTA = 0.8  # of the level: an epsilon at which delta takes more of it is not tested, a larger one stands for it
+_LARGEST_START = 1.5  # where so large an epsilon would be the first to be tested, the number of guesses is fixed
 _LARGEST_EPSILON = 100.0
 _LARGEST_MU = 40.0
 _THRESHOLDS = 400  # at most, among which one is chosen
@@ -127,14 +137,14 @@ def _bound(trials: Trials, method: str, evidence: str, *, epsilon: float, tests:
     )
 
 
-def _largest_rejected(rejects: Callable[[float], float], most: float) -> float:
-    """The largest value, up to ``most``, at which ``rejects`` is positive; 0 where it is nowhere.
+def _largest_rejected(rejects: Callable[[float], float], most: float, start: float = 0.0) -> float:
+    """The largest value, up to ``most``, at which ``rejects`` is positive; 0 where it is not at ``start``.
 
     Rejecting one epsilon rejects every smaller one, so the first change of sign is looked for.
     """
-    if rejects(0.0) <= 0:
+    if rejects(start) <= 0:
         return 0.0
-    low, high = 0.0, 1.0
+    low, high = start, start + 1.0
     while rejects(high) > 0:
         low, high = high, 2.0 * high
         if high > most:
@@ -264,59 +274,28 @@ def gaussian_family(trials: Trials, *, delta: float, confidence: float = 0.95, t
 # ---- guesses of many bits of one run
 
 
-@dataclass(frozen=True)
-class _Guesses:
-    bits: int
-    made: int
-    right: int
-
-
-def _guess(trials: Trials, share: float) -> _Guesses:
-    """Call the highest scores present and the lowest absent, as many of one as of the other."""
-    bits = len(trials.scores)
-    each = max(1, round(share * bits / 2)) if bits > 1 else 0
-    each = min(each, bits // 2)
-    order = np.argsort(trials.scores, kind="stable")
-    right = int(trials.present[order[bits - each :]].sum() + (~trials.present[order[:each]]).sum())
-    return _Guesses(bits, 2 * each, right)
-
-
 def _best_share(
     trials: Trials,
     method: str,
-    epsilon_of: Callable[[_Guesses, float], float],
+    epsilon_of: Callable[[Guesses, float], float],
+    told: Callable[[Guesses], str],
     *,
     delta: float,
     confidence: float,
     tests: int,
     shares: Sequence[float],
 ) -> Bound:
-    """The largest of the bounds at each of ``shares``, which were fixed beforehand and are each counted as a test."""
+    """The largest of the bounds at each of ``shares``, each of which is counted as a test."""
     if not shares or not all(0 < share <= 1 for share in shares):
         raise ConfigError(f"shares of the bits that are guessed: {tuple(shares)!r}. Give numbers in (0, 1].")
-    level = _level(confidence, delta, tests * len(shares))
+    tests *= len(shares)
+    level = _level(confidence, delta, tests)
     found = []
     for share in shares:
-        guesses = _guess(trials, share)
+        guesses = guess(trials.scores, trials.present, share)
         found.append((epsilon_of(guesses, level) if guesses.made else 0.0, guesses))
     epsilon, best = max(found, key=lambda pair: pair[0])
-    told = f"{best.right} of {best.made} guesses right, {best.bits} bits"
-    return _bound(trials, method, told, epsilon=epsilon, delta=delta, confidence=confidence, tests=tests * len(shares))
-
-
-def one_run_p_value(bits: int, made: int, right: int, epsilon: float, delta: float) -> float:
-    """The chance of so many right guesses, or more, is at most this under (epsilon, delta)-differential privacy.
-
-    With delta = 0 each guess is right with chance e^epsilon / (e^epsilon + 1) at most, whatever the others are. Delta
-    adds 2 m delta max_i P[v - i <= Binomial < v] / i (Steinke et al., Theorem 5.2), m the number of bits.
-    """
-    chance = float(expit(epsilon))
-    tail = float(binom.sf(right - 1, made, chance))
-    if delta == 0 or right == 0:
-        return min(1.0, tail)
-    fewer = np.arange(1, right + 1)
-    below = binom.cdf(right - 1, made, chance) - binom.cdf(right - fewer - 1, made, chance)
-    return min(1.0, tail + 2.0 * bits * delta * float(np.max(below / fewer)))
+    return _bound(trials, method, told(best), epsilon=epsilon, delta=delta, confidence=confidence, tests=tests)
 
 
 def one_run(
@@ -325,20 +304,43 @@ def one_run(
     delta: float,
     confidence: float = 0.95,
     tests: int = 1,
-    shares: Sequence[float] = SHARES,
+    shares: Sequence[float] | None = None,
 ) -> Bound:
     """From guesses of many independent fair bits, each of which one release depends on; no assumption on the noise.
 
     Only the most extreme scores are guessed: half of the guesses are the highest, called present, and half the lowest,
-    called absent. How many is fixed by ``shares``; each of them is a test.
+    called absent; the surer ones, further out, count up to five times. How many are guessed follows from the scores,
+    without a look at the bits, so that this is one test. With ``shares`` it is fixed beforehand, and each is a test; so
+    it is, at three shares, where delta times the number of bits is large for the level.
     """
+    bits = len(trials.scores)
+    level = _level(confidence, delta, tests)
+    might: list[Classes] = []  # what other scores would have led to
+    start = 0.0
+    if shares is None and bits > 1:
+        might = [classes(guesses_each(bits, share)) for share in SHARES]
+        start = smallest_with_spare(might, _FOR_DELTA * level / (bits * delta)) if delta > 0 else 0.0
+        shares = (planned_share(trials.scores, level),)
+    if shares is None or start > _LARGEST_START:
+        might, start, shares = [], 0.0, _FIXED_SHARES
 
-    def epsilon_of(guesses: _Guesses, level: float) -> float:
+    def epsilon_of(guesses: Guesses, level: float) -> float:
         return _largest_rejected(
-            lambda e: level - one_run_p_value(guesses.bits, guesses.made, guesses.right, e, delta), _LARGEST_EPSILON
+            lambda e: level - one_run_p_value(bits, guesses.classes, guesses.count, e, delta, others=might),
+            _LARGEST_EPSILON,
+            start=start,
         )
 
-    return _best_share(trials, "one-run", epsilon_of, delta=delta, confidence=confidence, tests=tests, shares=shares)
+    def told(guesses: Guesses) -> str:
+        most = sum(weight * size for weight, size in guesses.classes)
+        return (
+            f"{guesses.right} of {guesses.made} guesses right "
+            f"({guesses.count} of {most}, the surer ones counting more), {guesses.bits} bits"
+        )
+
+    return _best_share(
+        trials, "one-run", epsilon_of, told, delta=delta, confidence=confidence, tests=tests, shares=shares
+    )
 
 
 def fdp_rejects(bits: int, made: int, right: int, mu: float, level: float) -> float:
@@ -372,18 +374,22 @@ def one_run_fdp(
     delta: float,
     confidence: float = 0.95,
     tests: int = 1,
-    shares: Sequence[float] = SHARES,
+    shares: Sequence[float] = _FIXED_SHARES,
 ) -> Bound:
-    """From the guesses of :func:`one_run` to the mu of a Gaussian trade-off curve, and on to epsilon at ``delta``.
+    """From right guesses, counted alike, to the mu of a Gaussian trade-off curve, and on to epsilon at ``delta``.
 
+    The most extreme scores are guessed, as by :func:`one_run`. How many is fixed by ``shares``; each of them is a test.
     Refused where the noise scale depends on the data.
     """
     _refuse_scaled_noise(trials, "one-run f-DP")
 
-    def epsilon_of(guesses: _Guesses, level: float) -> float:
+    def epsilon_of(guesses: Guesses, level: float) -> float:
         mu = _largest_rejected(lambda m: fdp_rejects(guesses.bits, guesses.made, guesses.right, m, level), _LARGEST_MU)
         return gaussian_epsilon(mu, delta)
 
+    def told(guesses: Guesses) -> str:
+        return f"{guesses.right} of {guesses.made} guesses right, {guesses.bits} bits"
+
     return _best_share(
-        trials, "one-run f-DP", epsilon_of, delta=delta, confidence=confidence, tests=tests, shares=shares
+        trials, "one-run f-DP", epsilon_of, told, delta=delta, confidence=confidence, tests=tests, shares=shares
     )

@@ -27,6 +27,7 @@ NAMES = {
     "adaptive-clipping": "accuracy and cost beside quantile clipping and AdaClip",
     "equal-epsilon": "ours: accuracy at equal proved epsilon, every proved strategy",
     "proved-accuracy": "ours: accuracy of the recipes at a proved epsilon, beside the paper's best",
+    "starting-bounds": "ours: dyn-private from three clip bounds, beside the baseline at each",
     "triangle": "ours: accuracy, proved epsilon and what the attack gets, one row per strategy",
 }
 

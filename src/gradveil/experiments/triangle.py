@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradveil.experiments import adaptive_clipping, noise_decay_target, sensitivity
+from gradveil.experiments import adaptive_clipping, noise_decay_target, sensitivity, starting_bounds
 from gradveil.experiments.cells import Cell
 from gradveil.experiments.compare import Report, Table
 from gradveil.experiments.drawing import COLOURS, MARKERS, panels
 from gradveil.experiments.experiment import Experiment, Found, Row, proved
 from gradveil.experiments.noise_decay import CLIP, dataset
 from gradveil.experiments.plan import Plan
+from gradveil.experiments.starting_bounds import at_the_baselines_epsilon
 
 _SIGMA = 6.0
 
@@ -30,11 +31,8 @@ def _runs(plan: Plan) -> dict[str, tuple[Cell, dict[str, Any]]]:
         found[row.label] = (sensitivity.runs(plan, name, row, CLIP)[0], row.settings)
     for row in (Row("quantile-clip"), Row("adaclip")):
         found[row.label] = (adaptive_clipping.runs(plan, name, row)[0], row.settings)
-    counts = max(plan.length(name)["batch_size"] / 20.0, 5.0 * _SIGMA)
-    equal = (_SIGMA**-2 - (2.0 * counts) ** -2) ** -0.5
-    settings: dict[str, Any] = {"strategy": "dyn-private", "sigma": equal}
-    cell = plan.train(name, **settings, clip=CLIP, options={"count_noise": counts})
-    found["dyn-private, at the baseline's epsilon"] = (cell, settings)
+    settings: dict[str, Any] = {"strategy": "dyn-private", "sigma": at_the_baselines_epsilon(plan, name)["sigma"]}
+    found["dyn-private, at the baseline's epsilon"] = (starting_bounds.runs(plan, CLIP)[0], settings)
     settings = {"strategy": "normalised", "sigma": _SIGMA}
     found["normalised"] = (plan.train(name, **settings), settings)
     for row in (Row("dyn-sigma"), Row("dyn-s-sigma", "batch")):
