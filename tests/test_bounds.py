@@ -70,6 +70,8 @@ def test_the_quantile_rises_over_the_run():
     norms = np.random.default_rng(0).lognormal(mean=[[0.0], [1.0]], sigma=0.6, size=(2, 5000))
     rule = estimate(steps=1000, quantile=0.5, quantile_end=0.8)
     assert [rule.quantile_at(step) for step in (0, 500, 1000)] == pytest.approx([0.5, 0.65, 0.8])
+    soon = estimate(steps=1000, quantile=0.5, quantile_end=0.8, rise=0.5)
+    assert [soon.quantile_at(step) for step in (0, 250, 500, 1000)] == pytest.approx([0.5, 0.65, 0.8, 0.8])
     assert follow(rule, norms, 500).bounds(500) == pytest.approx(np.quantile(norms, 0.65, axis=1), rel=0.03)
     assert follow(rule, norms, 500).bounds(1000) == pytest.approx(np.quantile(norms, 0.8, axis=1), rel=0.03)
 
@@ -79,6 +81,8 @@ def test_estimates_are_refused_where_they_make_no_sense():
         estimate(ceiling=2.0)
     with pytest.raises(ConfigError, match=r"quantile_end is 0\.5; .* from the quantile at the start, 0\.7"):
         estimate(quantile=0.7, quantile_end=0.5)
+    with pytest.raises(ConfigError, match="rise is 0"):
+        estimate(rise=0)
     assert estimate(quantile=0.9).quantile_end == 0.9  # given alone, it does not fall
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from gradveil import features
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.features import BalancedScattering, Scattering
+from gradveil.features.balanced import opponent
 from gradveil.features.drawings import draw
 
 SHAPES = {(1, 28, 28): (81, 7, 7), (3, 32, 32): (243, 8, 8), (1, 8, 8): (81, 2, 2), (2, 30, 17): (162, 7, 4)}
@@ -152,14 +153,8 @@ def test_balancing_brings_the_directions_of_the_channels_closer_to_one_size():
 
 def test_grey_pictures_in_colour_leave_the_colour_channels_empty():
     grey = images((1, 16, 16)).expand(-1, 3, -1, -1)
-    found = Scattering((3, 16, 16)).coefficients(balanced_colours(grey))
+    found = Scattering((3, 16, 16)).coefficients(opponent(grey))
     assert found[:, 81:].abs().max() < 1e-5 < found[:, :81].abs().max()
-
-
-def balanced_colours(x: torch.Tensor) -> torch.Tensor:
-    from gradveil.features.balanced import _opponent
-
-    return _opponent(x)
 
 
 def test_drawings_are_pictures():

@@ -153,8 +153,8 @@ class EstimatedBounds(QuantileBounds):
     Each group's bound is an estimate of an upper quantile of its norms, so noise falls as gradients do. The counts
     are those of :class:`QuantileBounds`, charged in the same way. What is done with them afterwards is free:
 
-    - the quantile rises from ``quantile`` to ``quantile_end`` over the run: the fewer examples are still wrong, the
-      fewer are the long gradients, which are the ones to learn from;
+    - the quantile rises from ``quantile`` to ``quantile_end``, over the share ``rise`` of the run: the fewer examples
+      are still wrong, the fewer are the long gradients, which are the ones to learn from;
     - the estimate moves fast at first and settles: rates from 1 to ``learning_rate`` over some 40 steps, and never so
       fast that the noise of one count moves a bound by more than 5 %;
     - no bound is above the ceiling, ``ceiling`` at first, which decays as the plan says (``clip_decay``, ``clip_end``).
@@ -168,6 +168,7 @@ class EstimatedBounds(QuantileBounds):
         batch_size: float,
         quantile: float = 0.6,
         quantile_end: float | None = None,
+        rise: float = 1.0,
         learning_rate: float = 0.2,
         count_noise: float | None = None,
         ceiling: float | None = None,
@@ -185,6 +186,9 @@ class EstimatedBounds(QuantileBounds):
         if not (highest >= start and math.isfinite(highest)):
             raise ConfigError(f"the ceiling is {highest!r}, below the clip bound {start!r} that the run starts with.")
         self.schedule, self.highest, self.steps = plan.clip, highest, plan.steps
+        if not 0 < rise <= 1:
+            raise ConfigError(f"rise is {rise!r}; give the share of the run over which the quantile rises, at most 1.")
+        self.rise = rise
         self.quantile_end = max(quantile, _LAST_QUANTILE) if quantile_end is None else quantile_end
         if not quantile <= self.quantile_end < 1:
             raise ConfigError(
@@ -200,7 +204,7 @@ class EstimatedBounds(QuantileBounds):
 
     def quantile_at(self, step: int) -> float:
         """The share of the examples that the bound is meant to hold."""
-        return self.quantile + (self.quantile_end - self.quantile) * min(1.0, step / self.steps)
+        return self.quantile + (self.quantile_end - self.quantile) * min(1.0, step / (self.rise * self.steps))
 
     def bounds(self, step: int) -> tuple[float, ...]:
         return tuple(min(bound, self.ceiling(step)) for bound in self.current)

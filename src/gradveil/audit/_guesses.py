@@ -51,8 +51,8 @@ Classes = tuple[tuple[int, int], ...]  # (weight, number of guesses that have it
 SHARES = (0.03, 0.06, 0.12, 0.25, 0.5, 0.9)
 _LARGEST_WEIGHT = 5
 _STEP = 0.05  # of epsilon, at which what delta adds is computed
-_POINTS = 1200  # at which g may rise
-_MANY = 3_000_000  # cells of a table; beyond, a bound that needs none
+_POINTS = 600  # at which g may rise
+_MANY = 1_500_000  # cells of a table; beyond, a bound that needs none
 _LEAST_APART = 0.5  # standard deviations: closer than this, scores do not show how far they are apart
 
 
@@ -86,6 +86,11 @@ class Guesses:
     @property
     def classes(self) -> Classes:
         return classes(self.made // 2)
+
+    @property
+    def alike(self) -> tuple[Classes, int]:
+        """Classes and count of the same guesses, each counted once."""
+        return ((1, self.made),), self.right
 
 
 def guess(scores: Array, present: Coins, share: float) -> Guesses:
@@ -125,10 +130,15 @@ def _class_spare(before: Array, weight: int, size: int, chance: float) -> float:
         at_least = np.append(before[::-1].cumsum()[::-1], 0.0)
         g = at_least[np.clip(x[:, None] - weight * k, 0, len(before))]
         above = (g * b)[:, ::-1].cumsum(1)[:, ::-1]
-        # Both sums fall with x: between two points, the first is no larger than at one, the other no less than at the
-        # other.
-        mean_g = above[:, 0] if last <= _POINTS else np.append(above[1:, 0], above[-1, 0])
-        most = (above - mean_g[:, None] * b[::-1].cumsum()[::-1]).max(0)[1:]
+        mean_g, at_least_j = above[:, :1], b[::-1].cumsum()[::-1]
+        if last <= _POINTS:
+            most = (above - mean_g * at_least_j).max(0)[1:]
+        else:
+            # All sums fall with x, so between two points each is bounded by its value at one of them: in
+            # Cov(g, 1[k >= j]), and in Cov(1 - g, 1[k < j]), which is the same.
+            one = above[:-1] - mean_g[1:] * at_least_j
+            other = (1 - at_least_j) - (mean_g - above)[1:] - (1 - at_least_j) * (1 - mean_g[:-1])
+            most = np.minimum(one, other).max(0)[1:]
         seen = b[1:] > 1e-9  # elsewhere the difference of two sums is lost in rounding
         ratios[seen] = np.minimum(ratios[seen], most[seen] / (j * b[1:])[seen])
     return float(ratios.max())

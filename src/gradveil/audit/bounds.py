@@ -45,7 +45,7 @@ Parts = tuple[Array, Array]
 
 _FIXED_SHARES = (0.02, 0.2, 0.9)  # of the bits that are guessed, where their number does not follow from the scores
 _FOR_DELTA = 0.8  # of the level: an epsilon at which delta takes more of it is not tested, a larger one stands for it
-_LARGEST_START = 1.5  # where so large an epsilon would be the first to be tested, the number of guesses is fixed
+_LARGEST_START = 0.5  # where so large an epsilon would be the first to be tested, the number of guesses is fixed
 _LARGEST_EPSILON = 100.0
 _LARGEST_MU = 40.0
 _THRESHOLDS = 400  # at most, among which one is chosen
@@ -311,32 +311,33 @@ def one_run(
     Only the most extreme scores are guessed: half of the guesses are the highest, called present, and half the lowest,
     called absent; the surer ones, further out, count up to five times. How many are guessed follows from the scores,
     without a look at the bits, so that this is one test. With ``shares`` it is fixed beforehand, and each is a test; so
-    it is, at three shares, where delta times the number of bits is large for the level.
+    it is, at three shares and all guesses counted alike, where delta times the number of bits is large for the level.
     """
     bits = len(trials.scores)
     level = _level(confidence, delta, tests)
     might: list[Classes] = []  # what other scores would have led to
-    start = 0.0
+    start, alike = 0.0, False
     if shares is None and bits > 1:
         might = [classes(guesses_each(bits, share)) for share in SHARES]
         start = smallest_with_spare(might, _FOR_DELTA * level / (bits * delta)) if delta > 0 else 0.0
         shares = (planned_share(trials.scores, level),)
     if shares is None or start > _LARGEST_START:
-        might, start, shares = [], 0.0, _FIXED_SHARES
+        might, start, alike, shares = [], 0.0, True, _FIXED_SHARES
+
+    def counted(guesses: Guesses) -> tuple[Classes, int]:
+        return guesses.alike if alike else (guesses.classes, guesses.count)
 
     def epsilon_of(guesses: Guesses, level: float) -> float:
         return _largest_rejected(
-            lambda e: level - one_run_p_value(bits, guesses.classes, guesses.count, e, delta, others=might),
+            lambda e: level - one_run_p_value(bits, *counted(guesses), e, delta, others=might),
             _LARGEST_EPSILON,
             start=start,
         )
 
     def told(guesses: Guesses) -> str:
-        most = sum(weight * size for weight, size in guesses.classes)
-        return (
-            f"{guesses.right} of {guesses.made} guesses right "
-            f"({guesses.count} of {most}, the surer ones counting more), {guesses.bits} bits"
-        )
+        kinds, count = counted(guesses)
+        surer = f" ({count} of {sum(w * n for w, n in kinds)}, the surer ones counting more)" if not alike else ""
+        return f"{guesses.right} of {guesses.made} guesses right{surer}, {guesses.bits} bits"
 
     return _best_share(
         trials, "one-run", epsilon_of, told, delta=delta, confidence=confidence, tests=tests, shares=shares

@@ -27,7 +27,7 @@ from gradveil.features.drawings import draw
 from gradveil.features.scattering import Scattering
 
 _DRAWINGS, _SEED = 512, 20260801
-_POWER = 0.25
+POWER = 0.25
 _FLOOR = 1e-3  # of the largest variance, added to all of them: what hardly ever varies is not blown up
 _LENGTH = 70.0  # of an example
 _OPPONENT = ((1.0, 1.0, 1.0), (1.0, 0.0, -1.0), (1.0, -2.0, 1.0))
@@ -42,18 +42,19 @@ class BalancedScattering(Scattering):
 
     balance: Tensor
 
-    def __init__(self, input_shape: Sequence[int]) -> None:
+    def __init__(self, input_shape: Sequence[int], *, power: float = POWER) -> None:
         super().__init__(input_shape)
-        self.register_buffer("balance", _balance(self.input_shape), persistent=False)
+        self.register_buffer("balance", _balance(self.input_shape, power), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        channels = torch.einsum("dc,nchw->ndhw", self.balance, super().forward(_opponent(x)))
+        channels = torch.einsum("dc,nchw->ndhw", self.balance, super().forward(opponent(x)))
         scale = _LENGTH / torch.linalg.vector_norm(channels, dim=(1, 2, 3), keepdim=True).clamp(min=1e-6)
         balanced: Tensor = channels * scale
         return balanced
 
 
-def _opponent(x: Tensor) -> Tensor:
+def opponent(x: Tensor) -> Tensor:
+    """Three colour channels as opponent colours; anything else as it is."""
     if x.shape[1] != 3:
         return x
     axes = F.normalize(torch.tensor(_OPPONENT, dtype=x.dtype, device=x.device), dim=1)
@@ -61,16 +62,20 @@ def _opponent(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _balance(shape: tuple[int, ...]) -> Tensor:
-    """K^(-1/4) of the channels of drawings."""
+def _balance(shape: tuple[int, ...], power: float) -> Tensor:
+    """K^-power of the channels of drawings."""
     scattering = Scattering(shape)
-    drawings = _opponent(draw(_DRAWINGS, shape, _SEED))
+    drawings = opponent(draw(_DRAWINGS, shape, _SEED))
     with torch.no_grad():
-        found = torch.cat([scattering(part) for part in drawings.split(16)]).double()
-    rows = found.transpose(0, 1).flatten(1)
+        found = torch.cat([scattering(part) for part in drawings.split(16)])
+    return balance_of(found, power)
+
+
+def balance_of(features: Tensor, power: float = POWER) -> Tensor:
+    """K^-power of the channels of these features (N, C, H, W)."""
+    rows = features.transpose(0, 1).flatten(1).double()
     rows = rows - rows.mean(1, keepdim=True)
     variances, directions = torch.linalg.eigh(rows @ rows.T / rows.shape[1])
-    largest = variances[-1]
-    scales = (variances.clamp(min=0) / largest + _FLOOR) ** -_POWER
-    found_map: Tensor = ((directions * scales) @ directions.T).float()
-    return found_map
+    scales = (variances.clamp(min=0) / variances[-1] + _FLOOR) ** -power
+    balance: Tensor = ((directions * scales) @ directions.T).float()
+    return balance
