@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,13 @@ def main() -> None:
     parser.add_argument("--data-dir")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no way is begun after so long")
+    parser.add_argument("--most", type=int, help="only so many ways, from the first on")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     began = time.perf_counter()
     trial = Trial(args.dataset, args.device, args.data_dir)
-    for way in ways(args.dataset):
+    for way in islice(ways(args.dataset), args.most):
         if time.perf_counter() - began > args.seconds:
             print("out of time")
             break

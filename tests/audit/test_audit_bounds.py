@@ -12,6 +12,7 @@ from scipy.special import expit
 from scipy.stats import binom, norm
 
 from gradveil.accounting import Setting, planned_epsilon
+from gradveil.audit import _guesses
 from gradveil.audit._guesses import SHARES, classes, one_run_p_value, planned_share, spare, weights
 from gradveil.audit.bounds import (
     Trials,
@@ -233,6 +234,25 @@ def test_what_delta_adds_falls_with_epsilon_and_with_more_guesses(each):
     assert (
         spare([classes(4 * each)], 1.0) < spare([classes(each)], 1.0) == spare([classes(each), classes(4 * each)], 1.0)
     )
+
+
+@pytest.mark.parametrize("each", [40, 150])
+def test_what_delta_adds_is_bounded_closely_where_it_is_not_computed_at_every_point(each, monkeypatch):
+    exact = _guesses._spare.__wrapped__(classes(each), 1.0)
+    monkeypatch.setattr(_guesses, "_POINTS", 100)
+    coarse = _guesses._spare.__wrapped__(classes(each), 1.0)
+    monkeypatch.setattr(_guesses, "_MANY", 0)
+    crude = _guesses._spare.__wrapped__(classes(each), 1.0)
+    assert exact <= coarse < crude
+    assert coarse < 1.2 * exact
+
+
+def test_the_number_of_guesses_is_fixed_where_delta_is_large():
+    """Ten thousand bits and a delta of 1e-3: ten of them may be given away."""
+    found = one_run(gaussian_trials(0.5, 0, 10_000), delta=1e-3)
+    assert found.tests == 3
+    assert "surer" not in found.evidence
+    assert 0 < found.epsilon < gaussian_epsilon(2.0, 1e-3)
 
 
 def test_surer_guesses_count_more():
