@@ -19,7 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md", "docs/scaling.md")
+DOCUMENTS = (
+    "README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md", "docs/recipes.md", "docs/scaling.md",
+)  # fmt: skip
 ABSENT = "not measured yet"
 
 OURS = {  # mode -> heading
@@ -336,6 +338,28 @@ def gpt2() -> str:
     return f"{told}\n\n{_table(['', 'mode', 'ms per step', 'over plain', 'peak memory over plain'], rows)}"
 
 
+def features_tried() -> str:
+    """The ways that were tried to train a linear layer on fixed features."""
+    path = RESULTS / "features_tried.jsonl"
+    if not path.exists():
+        return ABSENT
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = []
+    for line in lines:
+        average, _, rate = line["best"].partition("/")
+        other = [f"{k} {line[k]:g}" for k, usual in (("clip", 0.1), ("momentum", 0.9)) if line[k] != usual]
+        other += ["learning rate falls as a cosine"] * (line["schedule"] == "cosine")
+        told = line["features"] + (", and mirrored" if line["mirror"] else "")
+        size = f"{line['batch']} x {line['steps']}"
+        where = f"{rate}, averaged {average}" if average != "0" else rate
+        accuracy = f"{line['accuracy'][line['best']]:.4f}"
+        rows.append([line["dataset"], told, f"{line['epsilon']:g}", size, ", ".join(other), accuracy, where])
+    runs = sum(len({key.partition("/")[2] for key in line["accuracy"]}) for line in lines)
+    head = ["set", "features", "epsilon", "batch x steps", "other than usual", "best accuracy", "at learning rate"]
+    said = f"{lines[0]['machine']}; {runs} runs, one seed; `python benchmarks/try_features.py --dataset SET`."
+    return f"{said}\n\n{_table(head, rows)}"
+
+
 def cost_model() -> str:
     data = _load("cost_model")
     if data is None:
@@ -375,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranks_cpu": ranks,
     "gpt2": gpt2,
     "cost_model": cost_model,
+    "features_tried": features_tried,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),
@@ -383,7 +408,7 @@ TABLES: dict[str, Callable[[], str]] = {
 REPRODUCED = (
     "leakage", "attack-frames", "fixed-parameters", "sensitivity", "accounting", "target-accuracy", "fixed-variance",
     "last-scenario", "noise-decay", "noise-decay-target", "noise-variance", "time", "adaptive-clipping",
-    "equal-epsilon", "triangle",
+    "equal-epsilon", "proved-accuracy", "starting-bounds", "triangle",
 )  # fmt: skip
 TABLES["reproduction_claims"] = claims
 TABLES |= {f"reproduction_{name.replace('-', '_')}": lambda name=name: reproduced(name) for name in REPRODUCED}
