@@ -22,9 +22,9 @@ g is an increasing function g_c of k_c, and
 so that no more than m delta max Cov(g_c, 1[k_c >= j]) / (j b_c(j)) is added in all, the maximum over c, j and where g
 rises. For a single guess that is (1 - q) delta, which some mechanisms reach. It does not depend on v. Nor need the
 number of guesses be fixed, as long as the scores alone decide it and not the bits: take the largest such term of all
-numbers that could have been, and the argument holds for them together. Theorem 5.2 of Steinke et al. adds
-2 m delta max_i P_b[v - i <= count < v] / i instead, for weights of 1 at most: several times as much, but less where m
-delta is large and v far out.
+numbers that could have been, and the argument holds for them together. Theorem 5.2 of Steinke et al., for guesses that
+all count once, adds 2 m delta max_i P_b[v - i <= count < v] / i instead: several times as much, but less where m delta
+is large and v far out.
 """
 
 from __future__ import annotations
@@ -174,8 +174,9 @@ def one_run_p_value(
 
     bits     all of them, guessed or not
     counted  how many guesses are made of each weight
-    others   the same for all numbers of guesses that other scores would have led to; with none, what delta adds is
-             the lesser of the above and of Theorem 5.2, which is for a number that is fixed
+    others   the same for all numbers of guesses that other scores would have led to
+
+    Where their number is fixed and all count once, delta adds the lesser of what is said above and of Theorem 5.2.
     """
     law = np.ones(1)
     for weight, size in counted:
@@ -184,11 +185,10 @@ def one_run_p_value(
     p_value = float(law[count:].sum())
     if delta > 0 and count > 0:
         added = spare((counted, *others), epsilon)
-        if not others:
-            largest = counted[-1][0]
-            i = np.arange(1, -(-count // largest) + 1)
+        if not others and len(counted) == 1:
+            i = np.arange(1, count + 1)
             below = np.append(0.0, law.cumsum())
-            added = min(added, 2.0 * float(np.max((below[count] - below[np.maximum(count - i * largest, 0)]) / i)))
+            added = min(added, 2.0 * float(np.max((below[count] - below[count - i]) / i)))
         p_value += bits * delta * added
     return min(1.0, p_value)
 
