@@ -11,7 +11,7 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
 - the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
   the noise off: a seed must be kept as secret as the data.
 
-Noise on the CPU comes from ChaCha20 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
+Noise on the CPU comes from ChaCha12 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
 normal values by Box-Muller. Without the compiled kernels it comes from numpy: SFC64, which is statistically
 sound but no cipher, its whole state derived from the key for every block of 65536 values, and Box-Muller.
 Either way a value is a function of its place alone, so the result does not depend on the number of threads;
@@ -27,6 +27,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,16 +90,15 @@ class SecretKey:
         """A CPU generator for one purpose and index."""
         return np.random.Generator(np.random.Philox(key=self._derive(purpose, index, 16)))
 
-    def fast_stream(self, purpose: str, index: int = 0) -> np.random.Generator:
-        """The same with a quicker generator (SFC64), its whole 192-bit state derived from the key."""
-        bits = np.random.SFC64(0)
-        words = self._derive(purpose, index, 24)
-        state = bits.state
-        state["state"]["state"][:] = [(words >> (64 * i)) & (2**64 - 1) for i in range(3)] + [1]
-        state["has_uint32"], state["uinteger"] = 0, 0
+    def fast_bits(self, purpose: str, index: int = 0) -> np.random.SFC64:
+        """A quicker generator (SFC64), its whole 192-bit state derived from the key: valid until the thread's next."""
+        material = self._key + f"|{purpose}|{index}".encode()
+        bits, state = _own_bits()
+        state["state"]["state"][:3] = np.frombuffer(hashlib.shake_256(material).digest(24), dtype="<u8")
+        state["state"]["state"][3] = 1
         bits.state = state
-        bits.random_raw(12)  # the generator's own advice after seeding its state
-        return np.random.Generator(bits)
+        bits.random_raw(12, output=False)  # the generator's own advice after seeding its state
+        return bits
 
     def torch_generator(self, purpose: str, index: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator for one purpose and index (63 bits on CUDA; torch's CPU generator uses 32)."""
@@ -111,9 +111,20 @@ class SecretKey:
         return self._derive(purpose, index, 8) >> 1
 
 
+_of_thread = threading.local()
+
+
+def _own_bits() -> tuple[np.random.SFC64, Any]:
+    """A generator of this thread, and a state to set it to: making one takes longer than a small tensor's noise."""
+    if not hasattr(_of_thread, "bits"):
+        _of_thread.bits = np.random.SFC64(0)
+        _of_thread.state = _of_thread.bits.state
+    return _of_thread.bits, _of_thread.state
+
+
 _BLOCK = 1 << 16
 _PART = 1 << 14
-_FEW_BLOCKS = 8  # below, waking threads (which torch's may keep from running) takes longer than drawing
+_FEW_BLOCKS = 8  # whole ones; below, waking threads (which torch's may keep from running) takes longer than drawing
 _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
 
 
@@ -129,7 +140,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def cpu_generator() -> str:
     """The generator of noise on the CPU: a seeded run repeats bit for bit only with the same one."""
-    return "numpy: SFC64, Box-Muller" if native.kernels() is None else "native: ChaCha20, Box-Muller"
+    return "numpy: SFC64, Box-Muller" if native.kernels() is None else "native: ChaCha12, Box-Muller"
 
 
 def _box_muller(bits: Any, out: np.ndarray[Any, Any]) -> None:
@@ -342,9 +353,9 @@ class NoiseSource:
         self._blocks += len(blocks)
 
         def fill(number: int) -> None:
-            _box_muller(self._key.fast_stream("noise", first + number).bit_generator, blocks[number])
+            _box_muller(self._key.fast_bits("noise", first + number), blocks[number])
 
-        if len(blocks) < _FEW_BLOCKS or torch.get_num_threads() < 2:
+        if sum(counts) < _FEW_BLOCKS * _BLOCK or torch.get_num_threads() < 2:
             for number in range(len(blocks)):
                 fill(number)
         else:

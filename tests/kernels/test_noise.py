@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -26,20 +27,51 @@ def draw(count, *, key=KEY, index=0, dtype=torch.float32, threads=1):
 
 
 @needs_kernel
-def test_chacha20_gives_the_block_of_rfc_8439():
+def test_chacha12_gives_the_published_block():
+    wanted = (  # of the key of zeros
+        "9bf49a6a0755f953811fce125f2683d50429c3bb49e074147e0089a52eae155f"
+        "0564f879d27ae3c02ce82834acfa8c793a629f2ca0de6919610be82f411326be"
+    )
+    assert native.kernels().chacha_block(bytes(32), 0, bytes(12)).hex() == wanted
+
+
+def chacha(key, counter, nonce, rounds):
+    """RFC 8439, section 2.3, with any number of rounds."""
+
+    def quarter(x, a, b, c, d):
+        for i, j, k, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            x[i] = (x[i] + x[j]) & 0xFFFFFFFF
+            turned = x[k] ^ x[i]
+            x[k] = (turned << by | turned >> (32 - by)) & 0xFFFFFFFF
+
+    start = [*struct.unpack("<4I", b"expand 32-byte k"), *struct.unpack("<8I", key), counter]
+    start += struct.unpack("<3I", nonce)
+    x = list(start)
+    for _ in range(rounds // 2):
+        for i in range(4):
+            quarter(x, i, 4 + i, 8 + i, 12 + i)
+        for i in range(4):
+            quarter(x, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
+    return struct.pack("<16I", *((a + b) & 0xFFFFFFFF for a, b in zip(x, start, strict=True)))
+
+
+@needs_kernel
+def test_keys_counters_and_nonces_are_where_rfc_8439_has_them():
     nonce = bytes.fromhex("000000090000004a00000000")
-    wanted = (
+    published = (  # of ChaCha20: the reference here is right
         "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
         "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
     )
-    assert native.kernels().chacha20_block(KEY, 1, nonce).hex() == wanted
+    assert chacha(KEY, 1, nonce, 20).hex() == published
+    for counter in (1, 77, 2**32 - 1):
+        assert native.kernels().chacha_block(KEY, counter, nonce) == chacha(KEY, counter, nonce, 12)
 
 
 def words(key, index, batch):
     """The words behind one batch of 256 values: (word, block)."""
     kernels = native.kernels()
     nonce = index.to_bytes(4, "little") + bytes(8)
-    blocks = [np.frombuffer(kernels.chacha20_block(key, 16 * batch + b, nonce), dtype="<u4") for b in range(16)]
+    blocks = [np.frombuffer(kernels.chacha_block(key, 16 * batch + b, nonce), dtype="<u4") for b in range(16)]
     return np.stack(blocks, axis=1).astype(np.uint64)
 
 
@@ -165,6 +197,6 @@ def test_gradients_that_are_not_contiguous_get_noise_too(kernel, monkeypatch):
 
 def test_the_generator_in_use_is_named(monkeypatch):
     if native.kernels() is not None:
-        assert randomness.cpu_generator() == "native: ChaCha20, Box-Muller"
+        assert randomness.cpu_generator() == "native: ChaCha12, Box-Muller"
     monkeypatch.setattr(native, "kernels", lambda: None)
     assert randomness.cpu_generator() == "numpy: SFC64, Box-Muller"

@@ -766,10 +766,10 @@ static void add_noise(const std::vector<Tensor>& grads, const std::vector<double
     at::_foreach_div_(grads, divide_by);
 }
 
-// As native.py's add_noise: on the CPU, from ChaCha20 under a key of 32 bytes, the first tensor with nonce ``first``.
+// As native.py's add_noise: on the CPU, from ChaCha12 under a key of 32 bytes, the first tensor with nonce ``first``.
 static void add_cipher_noise(const std::vector<Tensor>& grads, const std::vector<double>& stds, double divide_by,
                              const Ints& key, int64_t first) {
-    TORCH_CHECK(key.size() * sizeof(int64_t) == 32, "a ChaCha20 key has 32 bytes");
+    TORCH_CHECK(key.size() * sizeof(int64_t) == 32, "a ChaCha12 key has 32 bytes");
     std::vector<NoiseTarget> targets;
     int64_t elements = 0;
     for (size_t i = 0; i < grads.size(); i++) {

@@ -76,7 +76,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gradveil_group_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 4, c_int, *[c_void_p] * 3]),
     "gradveil_layer_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 3, c_int, *[c_void_p] * 3]),
     "gradveil_noise": (None, [c_void_p, c_void_p, c_long, c_double, c_int]),
-    "gradveil_chacha20_block": (None, [c_void_p, c_uint32, c_void_p, c_void_p]),
+    "gradveil_chacha_block": (None, [c_void_p, c_uint32, c_void_p, c_void_p]),
     "gradveil_vector_bits": (c_int, []),
     "gradveil_openmp": (c_int, []),
 }
@@ -351,11 +351,11 @@ class Kernels:
     ) -> None:
         """In place, each (grad, std, index) becomes (grad + std z) / divide_by; contiguous float32 or float64.
 
-        z is N(0, 1) from ChaCha20 under the 32-byte ``key``, with the tensor's index as nonce: the same for any number
+        z is N(0, 1) from ChaCha12 under the 32-byte ``key``, with the tensor's index as nonce: the same for any number
         of threads. Shards of tensors have their ``starts`` there, and get the noise of their places.
         """
         if len(key) != 32:
-            raise ValueError(f"a ChaCha20 key has 32 bytes, not {len(key)}")
+            raise ValueError(f"a ChaCha12 key has 32 bytes, not {len(key)}")
         array = (_Target * len(targets))(
             *(
                 _Target(t.data_ptr(), t.numel(), std, t.dtype == torch.float64, index, start)
@@ -366,10 +366,10 @@ class Kernels:
         workers = threads or _workers(elements * 4, 1 << 20)
         self._library.gradveil_noise(key, array, len(targets), divide_by, workers)
 
-    def chacha20_block(self, key: bytes, counter: int, nonce: bytes) -> bytes:
+    def chacha_block(self, key: bytes, counter: int, nonce: bytes) -> bytes:
         """One block of the generator, for its test against the published vector."""
         out = ctypes.create_string_buffer(64)
-        self._library.gradveil_chacha20_block(key, counter, nonce, out)
+        self._library.gradveil_chacha_block(key, counter, nonce, out)
         return out.raw
 
 
