@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,3 +162,23 @@ def test_parts_of_a_batch_see_the_views_of_the_whole(tmp_path, monkeypatch):
 def test_every_kind_of_strategy_trains_on_views(tmp_path, strategy):
     settings = config(strategy=strategy, views=2, augment="flip-shift", allow_unproved=True, physical_batch_size=20)
     assert training.train(settings, run_dir=tmp_path / "run").steps == 4
+
+
+def test_runs_of_one_seed_on_other_views_or_features_do_not_share_their_noise(tmp_path):
+    """Were they to, the difference of their releases would be free of it."""
+    releases = {}
+    for name, settings in {
+        "shift": {"views": 2, "augment": "shift", "model": "linear"},
+        "flip-shift": {"views": 2, "augment": "flip-shift", "model": "linear"},
+        "scattering": {"features": "scattering", "model": "linear"},
+        "balanced": {"features": "balanced-scattering", "model": "linear"},
+    }.items():
+        config = RunConfig.check(
+            {"dataset": "digits", "steps": 1, "batch_size": 64, "lr": 1.0, "sigma": 100.0, "clip": 1.0, **settings}
+        )
+        training.train(config, run_dir=tmp_path / name, seed=3)
+        (file,) = (tmp_path / name / "checkpoints").glob("*.safetensors")
+        state = safetensors.torch.load_file(file)
+        releases[name] = state["model.linear.weight"].flatten()  # from zero, by one step: nearly all noise
+    for one, other in (("shift", "flip-shift"), ("scattering", "balanced")):
+        assert abs(torch.corrcoef(torch.stack([releases[one], releases[other]]))[0, 1]) < 0.3

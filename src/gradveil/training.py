@@ -6,6 +6,7 @@ the metric, the checkpoint or the progress line is written.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -317,9 +318,20 @@ class _Session:
             "budget": config.budget if config.budget is not None else config.epsilon,
             "allow_unproved": config.allow_unproved,
             "stopping": "none" if config.stop_at_accuracy is None else config.stop_data,
-            "seed": self.seed,
+            "seed": self._noise_seed(),
         }
         return PrivacyEngine(**settings | changes)
+
+    def _noise_seed(self) -> int | None:
+        """The engine tells runs of one seed apart by their settings, weights and optimizer, and is not told of these.
+
+        On other data, or other views or features of them, they would share their noise: it would cancel out.
+        """
+        c = self.config
+        if self.seed is None:
+            return None
+        told = f"{self.seed}|{c.dataset}|{c.features}|{c.augment}".encode()
+        return int.from_bytes(hashlib.shake_256(told).digest(16), "little")
 
     def _make_private(self, engine: PrivacyEngine, train: Dataset[Any]) -> PrivateLoader:
         _, _, loader = engine.make_private(

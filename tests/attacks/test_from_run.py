@@ -2,8 +2,10 @@
 
 import pytest
 
+import gradveil
 from gradveil.attacks.from_run import load_target
 from gradveil.cli import cli
+from gradveil.errors import ConfigError
 
 
 @pytest.mark.parametrize(("strategy", "state"), [("quantile-clip", {"current"}), ("baseline", set())])
@@ -30,3 +32,16 @@ def test_an_adaclip_run_is_attacked_in_its_own_coordinates(tmp_path, capsys):
     few = ["--attack", "map", "--victims", "2", "--iterations", "1", "--out", str(tmp_path / "out")]
     cli(["attack", str(where), *few], standalone_mode=False)
     assert "adaclip" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"features": "scattering", "model": "linear"}, "features 'scattering'"),
+        ({"views": 2, "augment": "flip"}, "2 views of every example"),
+    ],
+)
+def test_a_run_on_features_or_views_is_refused(tmp_path, settings, what):
+    gradveil.train(dataset="digits", steps=2, batch_size=64, run_dir=tmp_path / "run", seed=0, **settings)
+    with pytest.raises(ConfigError, match=f"was trained on {what}"):
+        load_target(tmp_path / "run")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradveil import data, models
 from gradveil.config import RunConfig, read_toml
 from gradveil.data import DataSet
-from gradveil.errors import RunDirectoryError
+from gradveil.errors import ConfigError, RunDirectoryError
 from gradveil.rundir import RunDirectory
 from gradveil.strategies import Parameters, parameters
 
@@ -38,6 +38,14 @@ def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
         raise RunDirectoryError(
             f"the run in {run_dir} has no checkpoint, so there is no model to attack. Let it get to its first one "
             "(gradveil train --checkpoint-every), or attack an untrained network (leave the run out)."
+        )
+    if config.features != "none" or config.views > 1:
+        what = (
+            f"features {config.features!r}" if config.features != "none" else f"{config.views} views of every example"
+        )
+        raise ConfigError(
+            f"the run in {run_dir} was trained on {what}, and attacks are written for models on the examples "
+            "themselves: what they found would say nothing about that run. Attack one without features and views."
         )
     loaded = data.load(config.dataset, data_dir=data_dir or config.data_dir)
     model = models.build(config.model, loaded, dropout=config.dropout, activation=config.activation)
