@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
-    "README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md", "docs/recipes.md", "docs/scaling.md",
+    "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
+    "docs/recipes.md", "docs/scaling.md",
 )  # fmt: skip
 ABSENT = "not measured yet"
 
@@ -338,6 +339,20 @@ def gpt2() -> str:
     return f"{told}\n\n{_table(['', 'mode', 'ms per step', 'over plain', 'peak memory over plain'], rows)}"
 
 
+def audit_bounds() -> str:
+    """The audit's bounds on a mechanism whose epsilon is known."""
+    data = _load("audit_bounds")
+    if data is None:
+        return ABSENT
+    told = f"{data['bits']} bits, delta {data['delta']:g}, {data['seeds']} seeds; `{data['machine']['command']}`."
+    head = ["sigma", "true epsilon", "bound", "median", "5 % of seeds are below", "seeds above the truth"]
+    rows = [
+        [f"{r['sigma']:g}", f"{r['truth']:.2f}", r["bound"], f"{r['median']:.2f}", f"{r['low']:.2f}", str(r["above"])]
+        for r in data["rows"]
+    ]
+    return f"{told}\n\n{_table(head, rows)}"
+
+
 def features_tried() -> str:
     """The ways that were tried to train a linear layer on fixed features."""
     path = RESULTS / "features_tried.jsonl"
@@ -400,6 +415,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpt2": gpt2,
     "cost_model": cost_model,
     "features_tried": features_tried,
+    "audit_bounds": audit_bounds,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),

@@ -30,7 +30,8 @@ import torch
 from machine import description
 
 from gradveil.config import RunConfig
-from gradveil.training import Inputs, prepare, train
+from gradveil.inputs import Inputs, prepare
+from gradveil.training import train
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from gradveil import features, training
 from gradveil.augment import _bits, fixed_views, mirrored, views_of
 from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
+from gradveil.inputs import prepare
 
 
 def images(n=6, c=2, height=5, width=7):
@@ -100,8 +101,8 @@ def config(**changes):
 
 
 def test_features_of_both_views_are_computed_ahead():
-    inputs = training.prepare(config(features="scattering", model="linear", views=2, augment="flip"))
-    plain = training.prepare(config(features="scattering", model="linear"))
+    inputs = prepare(config(features="scattering", model="linear", views=2, augment="flip"))
+    plain = prepare(config(features="scattering", model="linear"))
     assert inputs.views == 2 and inputs.x_train.shape == (len(plain.x_train), 2, *plain.x_train.shape[1:])
     assert torch.equal(inputs.x_train[:, 0], plain.x_train)
     scattering = features.make("scattering", (1, 8, 8))
@@ -109,7 +110,7 @@ def test_features_of_both_views_are_computed_ahead():
 
 
 def test_inputs_of_other_views_are_refused(tmp_path):
-    inputs = training.prepare(config(features="scattering", model="linear"))
+    inputs = prepare(config(features="scattering", model="linear"))
     viewed = config(features="scattering", model="linear", views=2, augment="flip")
     with pytest.raises(ConfigError, match=r"of 1 view.*of 2\. Prepare"):
         training.train(viewed, run_dir=tmp_path / "run", inputs=inputs)

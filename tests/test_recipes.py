@@ -14,11 +14,12 @@ from gradveil.cli.train import command as train_command
 from gradveil.config import RunConfig, read_toml
 from gradveil.data import CATALOGUE
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.inputs import inputs_of, prepare
 from gradveil.recipes.average import AveragedModel
 from gradveil.recipes.selection import epsilon_of_search, epsilon_with_search
 from gradveil.recipes.target import TOLERANCE
 from gradveil.rundir import RunDirectory
-from gradveil.training import prepare, resume, train
+from gradveil.training import resume, train
 
 SEED = 5
 PROVED = [name for name in strategies.names() if strategies.get(name).guarantee == "proved"]
@@ -306,7 +307,7 @@ def test_a_recipe_is_accurate_after_a_few_large_steps(name, least, tmp_path):
         pytest.skip(f"{recipe.dataset} is not in the GRADVEIL_DATA directory")
     from dataclasses import replace
 
-    from gradveil import data, training
+    from gradveil import data
 
     whole = data.load(recipe.dataset)
     few = replace(whole, x_train=whole.x_train[:3000], y_train=whole.y_train[:3000], x_test=whole.x_test[:1000],
@@ -314,6 +315,6 @@ def test_a_recipe_is_accurate_after_a_few_large_steps(name, least, tmp_path):
     config = RunConfig.check(
         {**recipe.settings, "epsilon": 30.0, "batch_size": 300, "steps": 60, "lr": 2.0, "model": "linear"}
     )
-    result = train(config, run_dir=tmp_path / "run", seed=SEED, inputs=training._inputs(config, few))
+    result = train(config, run_dir=tmp_path / "run", seed=SEED, inputs=inputs_of(config, few))
     assert result.accuracy > least
     assert math.isfinite(result.statement.proved.epsilon)

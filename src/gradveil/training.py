@@ -30,9 +30,9 @@ from gradveil import ranks as processes
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
 from gradveil.captured import capture
 from gradveil.config import RunConfig, read_toml
-from gradveil.data import DataSet
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
+from gradveil.inputs import Inputs, computed_ahead, device_of, inputs_of
 from gradveil.kernels import cuda as kernels
 from gradveil.kernels import native
 from gradveil.ledger import Contents
@@ -97,59 +97,6 @@ class Result:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """What runs are trained and judged on, on their device: the examples of a data set, or fixed features of them.
-
-    Features of several ``views`` of an example lie in a dimension of their own, after that of the examples.
-    """
-
-    data: DataSet
-    features: str
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    views: int = 1  # that are computed ahead
-
-
-def prepare(config: RunConfig) -> Inputs:
-    """The inputs of a run; others on the same data set, features and device may share them."""
-    return _inputs(config, data.load(config.dataset, data_dir=config.data_dir))
-
-
-def _inputs(config: RunConfig, loaded: DataSet) -> Inputs:
-    device = _device(config.device)
-    fixed = None if config.features == "none" else features.make(config.features, loaded.input_shape)
-    views = _computed_ahead(config)
-
-    def given(x: Tensor) -> Tensor:
-        if fixed is None:
-            return x.to(device)
-        if views == 1:
-            return features.extract(fixed, x, device)
-        found = torch.empty((len(x), views, *fixed.output_shape), device=device)
-        for k, view in enumerate(augment.fixed_views(x, config.augment)):
-            found[:, k] = features.extract(fixed, view, device)
-        return found
-
-    x_train, x_test = given(loaded.x_train), given(loaded.x_test)
-    return Inputs(
-        data=loaded,
-        features=config.features,
-        x_train=x_train,
-        y_train=loaded.y_train.to(device),
-        x_test=x_test,
-        y_test=loaded.y_test.to(device),
-        views=views,
-    )
-
-
-def _computed_ahead(config: RunConfig) -> int:
-    """Views whose features are computed before training: all of them, where there are features."""
-    return 1 if config.features == "none" else config.views
-
-
 def train(
     config: RunConfig,
     *,
@@ -161,7 +108,7 @@ def train(
 ) -> Result:
     """Train one model as configured, into a new run directory. With a target epsilon, sigma is calibrated first.
 
-    ``inputs``: those of an earlier run on the same data, from :func:`prepare`.
+    ``inputs``: those of an earlier run on the same data, from :func:`gradveil.inputs.prepare`.
     """
     if config.epsilon is not None:
         config = config.model_copy(update={"calibrated": False})  # a sigma found before may be of another plan
@@ -260,14 +207,14 @@ class _Session:
     def __init__(self, config: RunConfig, seed: int | None, inputs: Inputs | None = None) -> None:
         self.config, self.seed, self.inputs = config, seed, inputs
         self.take_step: Callable[[Tensor, Tensor], Tensor] = self._eager_step
-        self.device = _device(config.device)
+        self.device = device_of(config.device)
         # A wrong setting is refused before any data is read. Where sigma is still to be found, any will do for that.
         any_noise = {"sigma": config.sigma_end or 1.0, "budget": config.budget} if config.awaits_sigma else {}
         plan = self._engine(**any_noise).plan
         if config.epsilon is not None:
             _check_provable(config, plan)
         self.key = SecretKey(seed)
-        ahead = _computed_ahead(config)
+        ahead = computed_ahead(config)
         if inputs is not None and (inputs.data.name, inputs.features, inputs.views) != (
             config.dataset,
             config.features,
@@ -368,7 +315,7 @@ class _Session:
         tensors = b"" if checkpoint is None else self.ranks.from_first(lambda: run.read_tensors(checkpoint))
         self.engine = self._engine(run_dir=run.path, resume=resume)
         if self.inputs is None:
-            self.inputs = _inputs(self.config, self.data)
+            self.inputs = inputs_of(self.config, self.data)
         known = [self.inputs.x_train, self.inputs.y_train]
         if self.config.views > self.inputs.views:  # drawn in every step, for each example by its number
             known.append(torch.arange(len(known[0]), device=self.device))
@@ -581,18 +528,6 @@ class _Session:
             slots.setdefault(int(index), {})[slot] = scalar
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
         self.engine.load_state_dict({**facts, "rule": parts["rule"]})
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is unknown. Give cpu, cuda or cuda:0.") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported. Give cpu or cuda.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no CUDA device here. Use --device cpu.")
-    return processes.own_device(device)
 
 
 def _check_provable(config: RunConfig, plan: Parameters) -> None:
