@@ -1,7 +1,8 @@
 """Which layers have their autograd node in C++ (kernels/layers.py), and when a call may go there.
 
-Only kinds that C++ knows, all of whose parameters train; a call goes there in plain float32. Everything else goes
-through :class:`~gradveil.clipping.taps.LayerTap`, with the same result.
+Only kinds that C++ knows, all of whose parameters train. A call goes there in plain float32, and on a GPU under
+autocast: normalisations of float32, which it leaves as they are, and linear layers in half precision. Everything else
+goes through :class:`~gradveil.clipping.taps.LayerTap`, with the same result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gradveil.clipping import performance
 from gradveil.clipping.rules.conv import ConvRule
-from gradveil.clipping.rules.linear import LinearRule
+from gradveil.clipping.rules.linear import MULTIPLIES_HALVES, Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, LayerNormRule
 from gradveil.clipping.units import Unit
 from gradveil.kernels import layers as kinds
@@ -26,6 +27,8 @@ class NativeLayer:
     def __init__(self, library: Layers, unit: Unit, number: int, in_cpp: Any, *, on_cpu: bool) -> None:
         self._rule: Any = unit.rule
         self._on_cpu, self._least_dims = on_cpu, unit.rule.least_dims if unit.rule is not None else 2
+        self._in_halves = isinstance(unit.rule, (LinearRule, Conv1DRule))
+        self._as_it_is = isinstance(unit.rule, (GroupNormRule, LayerNormRule))
         self._own = unit.module._parameters
         self._run, self._run_again = library.layer, library.layer_again
         self._number, self._in_cpp = number, in_cpp
@@ -33,13 +36,19 @@ class NativeLayer:
     def takes(self, x: Tensor) -> bool:
         """Whether this call is of the ordinary kind."""
         return (
-            x.dtype is torch.float32
+            (self._takes_under_autocast(x) if torch.is_autocast_enabled(x.device.type) else x.dtype is torch.float32)
             and x.dim() >= self._least_dims
             and (self._on_cpu or x.is_cuda)
             and performance.settings().formula == "auto"
-            and not torch.is_autocast_enabled(x.device.type)
             and not torch._C._are_functorch_transforms_active()
         )
+
+    def _takes_under_autocast(self, x: Tensor) -> bool:
+        if not x.is_cuda:
+            return False
+        if self._in_halves:
+            return MULTIPLIES_HALVES and x.dtype in (torch.float32, torch.get_autocast_dtype("cuda"))
+        return self._as_it_is and x.dtype is torch.float32
 
     def run(self, x: Tensor) -> Tensor:
         """In the model's call."""
@@ -54,7 +63,7 @@ class NativeLayer:
     def learn(self, x: Tensor, g: Tensor, program: list[int]) -> None:
         """What the kernels do for inputs of these shapes (kernels/programs.py)."""
         rounds = torch.backends.cudnn.allow_tf32
-        self._in_cpp.learn([*x.shape, *x.stride(), *g.shape, int(rounds)], program)
+        self._in_cpp.learn([*x.shape, *x.stride(), *g.shape, int(rounds), g.element_size()], program)
 
 
 def native_layer(library: Layers, unit: Unit, watch: NativeWatch) -> NativeLayer | None:
@@ -82,6 +91,8 @@ def _geometry(rule: Any) -> tuple[int, bool, list[int], int, float] | None:
     m = rule.module
     if type(rule) is LinearRule:
         return kinds.LINEAR, True, [], 1, 0.0
+    if type(rule) is Conv1DRule:
+        return kinds.TRANSPOSED_LINEAR, False, [], 1, 0.0
     if type(rule) is ConvRule and rule.dims == 2:
         # A larger gradient may have a shorter way than being formed (see choose_formula): Python knows it.
         formed = m.groups != 1 or m.weight.numel() <= performance.settings().cached_elements

@@ -19,8 +19,6 @@ from gradveil.kernels.cuda import Clip, Clipped
 
 def clipped(use: Use, clip: Clip) -> Clipped | None:
     """Clipped sums of a use whose parameters are all in one group; None where no kernel fits."""
-    if isinstance(use, LinearUse) and use.half:
-        return _half_linear(use, clip) if cuda.usable(use.x, use.g) else None  # products that no program can say
     if isinstance(use, TiedUse):
         return _tied(use, clip)
     found = _clipped(use, clip)
@@ -84,6 +82,8 @@ def _clipped(use: Use, clip: Clip) -> Clipped | None:
 def _linear(use: LinearUse, clip: Clip) -> Clipped | None:
     if not cuda.usable(use.x, use.g):
         return None
+    if use.half:
+        return _half_linear(use, clip)
     if use.positions == 1:
         found = cuda.clip_rank_one(use.x, use.g, clip, weight=use.weight, bias=use.bias)
     elif use.formula != "direct":

@@ -264,7 +264,7 @@ static Launcher launcher() {
 // A program is a list of numbers: instructions, each with its operands (see recording.py, which writes them). Tensors
 // are numbered: first those that are handed in, then those the program makes.
 struct Program {
-    enum { END = 0, EMPTY = 1, LAUNCH = 2, PRODUCT = 3, SUM = 4 };
+    enum { END = 0, EMPTY = 1, LAUNCH = 2, PRODUCT = 3, SUM = 4, HALVES = 5, SQUARES = 6, COLUMNS = 7 };
 
     struct Result {
         Tensor both;  // norms and weights (2, batch)
@@ -304,6 +304,20 @@ struct Program {
                     tensors.push_back(shaped(tensors[at[0]], {at[1], at[2]}).sum(at[3], false, at::kFloat));
                     at += 4;
                     break;
+                case HALVES: {  // a^T b of each example, of factors in half precision: added up in float32
+                    const Tensor a = shaped(tensors[at[0]], {at[2], at[3], at[4]});
+                    tensors.push_back(product_of_halves(a.mT(), shaped(tensors[at[1]], {at[2], at[3], at[5]})));
+                    at += 6;
+                    break;
+                }
+                case SQUARES:  // squared norms of the rows
+                    tensors.push_back(at::linalg_vector_norm(tensors[at[0]].view({at[1], -1}), 2, {1}).square_());
+                    at += 2;
+                    break;
+                case COLUMNS:  // the sum over the positions of each example
+                    tensors.push_back(shaped(tensors[at[0]], {at[1], at[2], at[3]}).sum(1, false, at::kFloat));
+                    at += 4;
+                    break;
                 default: {  // END
                     const int64_t both = *at++, examples = *at++, sums = *at++;
                     result.both = shaped(tensors[both], {2, examples});
@@ -319,6 +333,14 @@ struct Program {
 
    private:
     static const int MOST_ARGUMENTS = 40;
+
+    // Found by name: torch's headers have it since 2.8 only, and Python does not record it before.
+    static Tensor product_of_halves(const Tensor& a, const Tensor& b) {
+        static auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("aten::bmm", "dtype")
+                             .typed<Tensor(const Tensor&, const Tensor&, at::ScalarType)>();
+        return op.call(a, b, at::kFloat);
+    }
 
     static Tensor shaped(const Tensor& t, c10::IntArrayRef sizes) { return t.sizes() == sizes ? t : t.view(sizes); }
 
@@ -348,7 +370,7 @@ struct Program {
 
 // ---- layers
 
-enum Kind { LINEAR = 0, CONVOLUTION = 1, GROUP_NORM = 2, LAYER_NORM = 3 };
+enum Kind { LINEAR = 0, CONVOLUTION = 1, GROUP_NORM = 2, LAYER_NORM = 3, TRANSPOSED_LINEAR = 4 };
 
 struct Clipped {
     bool done = false;
@@ -376,6 +398,12 @@ struct Layer : Numbered<Layer> {
         switch (kind) {
             case LINEAR:
                 return at::linear(x, weight, b);
+            case TRANSPOSED_LINEAR: {  // not x W + b: under autocast that would be of float32
+                const Tensor rows = x.reshape({-1, x.size(-1)});
+                auto sizes = x.sizes().vec();
+                sizes.back() = weight.size(1);
+                return (b.has_value() ? at::addmm(*b, rows, weight) : at::mm(rows, weight)).view(sizes);
+            }
             case CONVOLUTION:
                 return at::conv2d(x, weight, b, span(0), span(1), span(2), many);
             case GROUP_NORM: {
@@ -395,7 +423,9 @@ struct Layer : Numbered<Layer> {
     Tensor input_gradient(const Tensor& x, const Tensor& weight, const variable_list& kept, const Tensor& g) const {
         switch (kind) {
             case LINEAR:
-                return at::matmul(g, weight);
+                return product(g, weight, x);
+            case TRANSPOSED_LINEAR:
+                return product(g, weight.t(), x);
             case CONVOLUTION:
                 return std::get<0>(at::convolution_backward(g, x, weight, {}, span(0), span(1), span(2), false, {0, 0},
                                                             many, {true, false, false}));
@@ -410,10 +440,16 @@ struct Layer : Numbered<Layer> {
         }
     }
 
+    // Under autocast the gradient is in half precision, and the input was rounded to it: on a sequence it is clipped so.
+    Tensor as_multiplied(const Tensor& x, const Tensor& g) const {
+        const bool sequence = (kind == LINEAR || kind == TRANSPOSED_LINEAR) && x.numel() != x.size(0) * x.size(-1);
+        return sequence && g.is_cuda() && at::isReducedFloatingType(g.scalar_type()) ? x.to(g.scalar_type()) : x;
+    }
+
     Clipped clip(const Tensor& x, const Tensor& weight, const variable_list& kept, const Tensor& g, Pass& pass) {
+        if (x.is_cuda() && x.scalar_type() == g.scalar_type()) return replay(x, kept, g, pass);
         if (x.scalar_type() != at::kFloat || g.scalar_type() != at::kFloat) return {};
-        if (x.is_cpu()) return on_cpu ? clip_on_cpu(x.contiguous(), weight, g, pass) : Clipped{};
-        return replay(x, kept, g, pass);
+        return x.is_cpu() && on_cpu ? clip_on_cpu(x.contiguous(), weight, g, pass) : Clipped{};
     }
 
     // Whether a use that must wait for the norms of other layers can do so here.
@@ -431,7 +467,14 @@ struct Layer : Numbered<Layer> {
         key.insert(key.end(), x.strides().begin(), x.strides().end());
         key.insert(key.end(), g.sizes().begin(), g.sizes().end());
         key.push_back(at::globalContext().allowTF32CuDNN());
+        key.push_back(g.element_size());
         return key;
+    }
+
+    // g W, in the precision of g and then of x, which differ under autocast.
+    static Tensor product(const Tensor& g, const Tensor& weight, const Tensor& x) {
+        if (g.scalar_type() == weight.scalar_type()) return at::matmul(g, weight);
+        return at::matmul(g, weight.to(g.scalar_type())).to(x.scalar_type());
     }
 
     c10::IntArrayRef span(int which) const { return c10::IntArrayRef(numbers.data() + 2 * which, 2); }
@@ -570,21 +613,23 @@ struct LayerNode : torch::autograd::Function<LayerNode> {
         if (!ctx->saved_data.emplace("done", true).second) refuse(pass->clipper, layer->unit, "twice");
         const auto saved = ctx->get_saved_variables();
         const Tensor& weight = saved[1];
-        const Tensor x = layer->kind == CONVOLUTION ? saved[0] : saved[0].contiguous(), g = grads[0].contiguous();
+        const Tensor g = grads[0].contiguous();
+        const Tensor x = layer->kind == CONVOLUTION ? saved[0] : saved[0].contiguous();
         const variable_list kept(saved.begin() + 2, saved.end());
         if (pass->was_clipped(layer->unit)) refuse(pass->clipper, layer->unit, "checkpoints");
         variable_list found(5);
         if (ctx->needs_input_grad(0)) found[0] = layer->input_gradient(x, weight, kept, g);
+        const Tensor factor = layer->as_multiplied(x, g);
         Clipped clipped;
         const bool once_used = pass->uses(layer->unit) == 1;
-        if (layer->whole && once_used) clipped = layer->clip(x, weight, kept, g, *pass);
+        if (layer->whole && once_used) clipped = layer->clip(factor, weight, kept, g, *pass);
         if (!layer->whole && once_used && layer->waits(x, g)) {
             pass->waiting.push_back({layer->number, x, g});
         } else if (clipped.done) {
             pass->set_clipped(layer->unit);
             for (size_t i = 0; i < clipped.sums.size(); i++) layer->watch->expect(layer->slots[i], clipped.sums[i]);
         } else {
-            clipped.sums = collect(*layer, *pass, x, weight, kept, g);
+            clipped.sums = collect(*layer, *pass, factor, weight, kept, g);
         }
         for (size_t i = 0; i < clipped.sums.size(); i++) found[1 + i] = clipped.sums[i];
         clipped.sums.clear();

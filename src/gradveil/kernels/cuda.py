@@ -103,6 +103,32 @@ def _sum(of: Tensor, rows: int, columns: int, dim: int) -> Tensor:
     return made
 
 
+def product_of_halves(a_BTD: Tensor, b_BTO: Tensor) -> Tensor:
+    """a^T b of each example, of factors in half precision, added up in float32."""
+    made: Tensor = torch.bmm(a_BTD.mT, b_BTO, out_dtype=torch.float32)
+    recorder = programs.current()
+    if recorder is not None:
+        recorder.product_of_halves(made, a_BTD, b_BTO)
+    return made
+
+
+def sum_over_positions(g_BTO: Tensor) -> Tensor:
+    """In float32."""
+    made = g_BTO.sum(1, dtype=torch.float32)
+    recorder = programs.current()
+    if recorder is not None:
+        recorder.columns(made, g_BTO)
+    return made
+
+
+def _squares(rows: Tensor) -> Tensor:
+    made = torch.linalg.vector_norm(rows.view(len(rows), -1), dim=1).square_()
+    recorder = programs.current()
+    if recorder is not None:
+        recorder.squares(made, rows)
+    return made
+
+
 def _pieces(size: int, block: int) -> int:
     return -(-size // block)
 
@@ -154,7 +180,7 @@ def clip_in_chunks(gradients: Callable[[slice], list[Tensor]], chunks: Sequence[
     for part in chunks:
         rows = gradients(part)
         count, size = part.stop - part.start, rows[-1][0].numel()
-        squares = torch.linalg.vector_norm(rows[0].view(count, -1), dim=1).square_()
+        squares = _squares(rows[0])
         present = None if clip.present is None else clip.present[part]
         _launch(
             _triton.partial_weights, (count,), squares, rows[-1], 1, size,

@@ -22,7 +22,7 @@ from gradveil.kernels import build, native
 
 _SOURCE = Path(__file__).parent / "_layers.cpp"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC")
-LINEAR, CONVOLUTION, GROUP_NORM, LAYER_NORM = range(4)  # as in _layers.cpp
+LINEAR, CONVOLUTION, GROUP_NORM, LAYER_NORM, TRANSPOSED_LINEAR = range(5)  # as in _layers.cpp
 
 
 class Owner(Protocol):

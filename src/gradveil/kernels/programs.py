@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-_END, _EMPTY, _LAUNCH, _PRODUCT, _SUM = range(5)  # as in _layers.cpp
+_END, _EMPTY, _LAUNCH, _PRODUCT, _SUM, _HALVES, _SQUARES, _COLUMNS = range(8)  # as in _layers.cpp
 _MOST_ARGUMENTS = 36  # a few less than there, for what Triton adds
 _WARP = 32
 
@@ -47,6 +47,21 @@ class Recorder:
     def sum(self, made: Tensor, rows: int, columns: int, dim: int, of: Tensor) -> None:
         """The sum over one dimension of a tensor seen as (rows, columns)."""
         self._code += [_SUM, self._whole(of), rows, columns, dim]
+        self._number(made)
+
+    def product_of_halves(self, made: Tensor, a: Tensor, b: Tensor) -> None:
+        """a^T b of each example (B, T, ...), of factors in half precision."""
+        self._code += [_HALVES, self._whole(a), self._whole(b), *a.shape, b.shape[2]]
+        self._number(made)
+
+    def squares(self, made: Tensor, of: Tensor) -> None:
+        """The squared norms of the rows."""
+        self._code += [_SQUARES, self._whole(of), len(of)]
+        self._number(made)
+
+    def columns(self, made: Tensor, of: Tensor) -> None:
+        """The sum over the positions of each example, of a tensor (B, T, ...)."""
+        self._code += [_COLUMNS, self._whole(of), *of.shape]
         self._number(made)
 
     def launch(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair
-from gradveil.kernels import native
+from gradveil.kernels import cuda, native
 
 
 def choose_formula(positions: int, inputs: int, outputs: int) -> str:
@@ -41,11 +41,11 @@ def stays_half(g: Tensor) -> bool:
     is what is scaled and added to the sum. Scaled *factors* in half precision would not do: what is rounded off them
     can be more than the sum of their products, and an example would exceed its bound.
     """
-    return g.is_cuda and g.dtype in _HALVES and _MULTIPLIES_HALVES and performance.settings().formula != "gram"
+    return g.is_cuda and g.dtype in _HALVES and MULTIPLIES_HALVES and performance.settings().formula != "gram"
 
 
 _HALVES = (torch.bfloat16, torch.float16)
-_MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
+MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
 
 
 class LinearUse(Use):
@@ -103,7 +103,7 @@ class LinearUse(Use):
         """
         x, g = self.x[rows], self.g[rows]
         factor = F.pad(g, (0, more)) if more else g
-        return [product_of_halves(factor.mT, x)] + ([g.sum(1, dtype=torch.float32)] if self.bias else [])
+        return products_of_halves(factor, x, g if self.bias else None)
 
     def sq_norms(self) -> list[Tensor]:
         if self.formula == "direct":
@@ -148,12 +148,12 @@ class LinearUse(Use):
         return found
 
 
-def product_of_halves(a: Tensor, b: Tensor) -> Tensor:
-    """a b of two batches of matrices in half precision, in float32."""
-    if not a.is_cuda:  # what no tensor core does
-        return torch.bmm(a.float(), b.float())
-    product: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
-    return product
+def products_of_halves(a: Tensor, b: Tensor, sum_of: Tensor | None) -> list[Tensor]:
+    """a^T b of each example (B, T, ...) in half precision, and the sum of a factor over its positions; in float32."""
+    if a.is_cuda:
+        return [cuda.product_of_halves(a, b)] + ([] if sum_of is None else [cuda.sum_over_positions(sum_of)])
+    # What no tensor core does.
+    return [torch.bmm(a.float().mT, b.float())] + ([] if sum_of is None else [sum_of.sum(1, dtype=torch.float32)])
 
 
 class LinearRule(LayerRule):
@@ -183,7 +183,7 @@ class TransposedLinearUse(LinearUse):
     def half_gradients(self, rows: slice, more: int = 0) -> list[Tensor]:
         assert not more, "rows of zeros would be columns here"
         x, g = self.x[rows], self.g[rows]
-        return [product_of_halves(x.mT, g)] + ([g.sum(1, dtype=torch.float32)] if self.bias else [])
+        return products_of_halves(x, g, g if self.bias else None)
 
     def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
         return [sums[0].mT.contiguous(), *sums[1:]] if self.weight and not self.half else sums
