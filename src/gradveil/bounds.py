@@ -148,16 +148,19 @@ class QuantileBounds(BoundRule):
 
 
 class EstimatedBounds(QuantileBounds):
-    """Bounds that follow the norms down and up by private counts, from wherever they start, under a public ceiling.
+    """Bounds found by private counts, wherever they start, that follow the norms down and never far up.
 
-    Each group's bound is an estimate of an upper quantile of its norms, so noise falls as gradients do. The counts
-    are those of :class:`QuantileBounds`, charged in the same way. What is done with them afterwards is free:
+    The counts are those of :class:`QuantileBounds`, charged in the same way. What is made of them is free:
 
-    - the quantile rises from ``quantile`` to ``quantile_end``, over the share ``rise`` of the run: the fewer examples
-      are still wrong, the fewer are the long gradients, which are the ones to learn from;
-    - the estimate moves fast at first and settles: rates from 1 to ``learning_rate`` over some 40 steps, and never so
-      fast that the noise of one count moves a bound by more than 5 %;
-    - no bound is above the ceiling, ``ceiling`` at first, which decays as the plan says (``clip_decay``, ``clip_end``).
+    - In the first steps each group's bound is searched: the median of its norms, from far below ``clip``. A bound that
+      is too low costs a few slow steps; noise of one that is too high would stay in the weights.
+    - What was found, times ``headroom``, is that group's ceiling from then on, and decays as the plan says
+      (``clip_decay``, ``clip_end``). The weights of a network drift with the noise, and norms grow with the weights: a
+      bound that followed them up would add noise to noise, until nothing is learned.
+    - Under the ceiling a bound follows an upper quantile of the norms, so noise falls as gradients do.
+
+    Estimates move fast at first and settle: rates from 1 to ``learning_rate`` over some 40 steps, and never so fast
+    that the noise of one count moves a bound by more than 5 %.
     """
 
     def __init__(
@@ -166,12 +169,10 @@ class EstimatedBounds(QuantileBounds):
         groups: Sequence[Group],
         *,
         batch_size: float,
-        quantile: float = 0.6,
-        quantile_end: float | None = None,
-        rise: float = 1.0,
+        quantile: float = 0.9,
         learning_rate: float = 0.2,
         count_noise: float | None = None,
-        ceiling: float | None = None,
+        headroom: float = 1.0,
     ) -> None:
         super().__init__(
             plan,
@@ -181,56 +182,53 @@ class EstimatedBounds(QuantileBounds):
             learning_rate=learning_rate,
             count_noise=count_noise,
         )
-        start = plan.clip.start
-        highest = max(start, _CEILING) if ceiling is None else ceiling
-        if not (highest >= start and math.isfinite(highest)):
-            raise ConfigError(f"the ceiling is {highest!r}, below the clip bound {start!r} that the run starts with.")
-        self.schedule, self.highest, self.steps = plan.clip, highest, plan.steps
-        if not 0 < rise <= 1:
-            raise ConfigError(f"rise is {rise!r}; give the share of the run over which the quantile rises, at most 1.")
-        self.rise = rise
-        self.quantile_end = max(quantile, _LAST_QUANTILE) if quantile_end is None else quantile_end
-        if not quantile <= self.quantile_end < 1:
-            raise ConfigError(
-                f"quantile_end is {self.quantile_end!r}; give a share of the examples from the quantile at the start, "
-                f"{quantile!r}, to less than 1."
-            )
+        if not (headroom > 0 and math.isfinite(headroom)):
+            raise ConfigError(f"headroom is {headroom!r}; give a positive number, 1 for the norms of the first steps.")
+        self.schedule, self.headroom = plan.clip, headroom
         self.steadiest = _SHAKE * batch_size / self.count_noise
+        steps, way = 0, 0.0  # that the search may take, and how far it comes: noisy counts are slow
+        while way < _WAY and steps < max(_SHORTEST_SEARCH, plan.steps // 10):
+            way += _MEDIAN * self._rate(steps)
+            steps += 1
+        self.search = steps
+        self.current = [plan.clip.start * math.exp(-way / 2.0)] * len(groups)
+        self.ceiling = [math.inf] * len(groups)  # at the start of the schedule; none until it is found
         self.learned = 0  # steps
 
-    def ceiling(self, step: int) -> float:
-        """The public limit of every bound."""
-        return self.highest * self.schedule(step) / self.schedule.start
-
-    def quantile_at(self, step: int) -> float:
-        """The share of the examples that the bound is meant to hold."""
-        return self.quantile + (self.quantile_end - self.quantile) * min(1.0, step / (self.rise * self.steps))
+    def _rate(self, step: int) -> float:
+        settled = 1.0 - math.exp(-step / _SETTLING_STEPS)
+        return min(_FIRST_RATE + (self.learning_rate - _FIRST_RATE) * settled, self.steadiest)
 
     def bounds(self, step: int) -> tuple[float, ...]:
-        return tuple(min(bound, self.ceiling(step)) for bound in self.current)
+        share = self.schedule(step) / self.schedule.start
+        return tuple(min(bound, share * most) for bound, most in zip(self.current, self.ceiling, strict=True))
 
     def learn(
         self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
-        settled = 1.0 - math.exp(-self.learned / _SETTLING_STEPS)
-        rate = min(_FIRST_RATE + (self.learning_rate - _FIRST_RATE) * settled, self.steadiest)
-        at, quantile = self.ceiling(self.learned), self.quantile_at(self.learned)
-        for group, value in enumerate(side[0].values):
-            share = value / self.batch_size + 0.5
-            # The count was of examples within the bound that was used: the estimate goes on from there.
-            self.current[group] = min(self.current[group], at) * math.exp(-rate * (share - quantile))
+        rate, used = self._rate(self.learned), self.bounds(self.learned)
         self.learned += 1
+        for group, (value, bound) in enumerate(zip(side[0].values, used, strict=True)):
+            within = value / self.batch_size + 0.5
+            searched = math.isinf(self.ceiling[group])
+            quantile = _MEDIAN if searched else self.quantile
+            # The count was of examples within the bound that was used: the estimate goes on from there.
+            self.current[group] = bound * math.exp(-rate * (within - quantile))
+            if searched and self.learned >= self.search and within >= _MEDIAN:
+                self.ceiling[group] = self.headroom * self.current[group]
 
     def state_dict(self) -> dict[str, Tensor]:
-        return super().state_dict() | {"learned": torch.tensor(self.learned)}
+        ceiling = torch.tensor(self.ceiling, dtype=torch.float64)
+        return super().state_dict() | {"learned": torch.tensor(self.learned), "ceiling": ceiling}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.learned = int(state["learned"])
+        self.learned, self.ceiling = int(state["learned"]), [float(bound) for bound in state["ceiling"]]
 
 
-_CEILING = 32.0  # the largest bound of the paper's tables; a run that starts higher has its start as ceiling
-_LAST_QUANTILE = 0.8
+_MEDIAN = 0.5
+_WAY = 8.0  # of the search, as a logarithm: from a fiftieth of the bound that is given to fifty times it
+_SHORTEST_SEARCH = 10  # steps; otherwise it takes a tenth of the run at most
 _FIRST_RATE = 1.0
 _SETTLING_STEPS = 40.0
 _SHAKE = 0.05  # what the noise of one count may move a bound by, relative

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 FORMAT_VERSION = 1
@@ -62,7 +63,7 @@ class Release:
     digest: str | None = None  # of the noised gradients; seeded runs only, where a redone step must repeat itself
     recovered: bool = False  # written in place of a line that a crash cut in half; counted as spent
 
-    @property
+    @cached_property  # asked for again at every look at a run's epsilon
     def multiplier(self) -> float:
         """Noise multiplier of the whole release relative to its joint sensitivity (add or remove one).
 
@@ -83,6 +84,7 @@ class Release:
 
     def to_dict(self) -> dict[str, Any]:
         found = dict(vars(self))  # dataclasses.asdict copies deeply, at several times the cost; one call per step
+        found.pop("multiplier", None)  # it follows from the rest
         found["side"] = [dict(vars(side)) for side in self.side]
         return found
 

@@ -46,8 +46,8 @@ class NativeLayer:
     def _takes_under_autocast(self, x: Tensor) -> bool:
         if not x.is_cuda:
             return False
-        if self._in_halves:
-            return MULTIPLIES_HALVES and x.dtype in (torch.float32, torch.get_autocast_dtype("cuda"))
+        if self._in_halves:  # on a sequence: a single position is not multiplied in halves
+            return MULTIPLIES_HALVES and x.dim() > 2 and x.dtype in (torch.float32, torch.get_autocast_dtype("cuda"))
         return self._as_it_is and x.dtype is torch.float32
 
     def run(self, x: Tensor) -> Tensor:
