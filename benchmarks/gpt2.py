@@ -35,7 +35,8 @@ def model_of(args: argparse.Namespace, lora: bool) -> nn.Module:
     config = transformers.GPT2Config(n_positions=max(64, args.length), use_cache=False, **drops, **sizes)
     config.bos_token_id = config.eos_token_id = config.vocab_size - 1
     torch.manual_seed(0)
-    model: Any = transformers.GPT2LMHeadModel(config)
+    with torch.device(args.device):  # where random weights take no time
+        model: Any = transformers.GPT2LMHeadModel(config)
     if lora:
         import peft
 

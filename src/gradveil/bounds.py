@@ -154,10 +154,11 @@ class EstimatedBounds(QuantileBounds):
 
     - In the first steps each group's bound is searched: the median of its norms, from far below ``clip``. A bound that
       is too low costs a few slow steps; noise of one that is too high would stay in the weights.
-    - What was found, times ``headroom``, is that group's ceiling from then on, and decays as the plan says
-      (``clip_decay``, ``clip_end``). The weights of a network drift with the noise, and norms grow with the weights: a
-      bound that followed them up would add noise to noise, until nothing is learned.
-    - Under the ceiling a bound follows an upper quantile of the norms, so noise falls as gradients do.
+    - The length of what was found, split evenly over the groups, times ``headroom``, is the ceiling of all bounds from
+      then on, and decays as the plan says (``clip_decay``, ``clip_end``). The weights of a network drift with the
+      noise, and norms grow with the weights: a bound that followed them up would add noise to noise, until nothing is
+      learned.
+    - Under the ceiling each bound follows an upper quantile of its norms, so noise falls as gradients do.
 
     Estimates move fast at first and settle: rates from 1 to ``learning_rate`` over some 40 steps, and never so fast
     that the noise of one count moves a bound by more than 5 %.
@@ -192,7 +193,8 @@ class EstimatedBounds(QuantileBounds):
             steps += 1
         self.search = steps
         self.current = [plan.clip.start * math.exp(-way / 2.0)] * len(groups)
-        self.ceiling = [math.inf] * len(groups)  # at the start of the schedule; none until it is found
+        self.reached = [False] * len(groups)  # the median, in the search
+        self.ceiling = math.inf  # at the start of the schedule; none while it is searched
         self.learned = 0  # steps
 
     def _rate(self, step: int) -> float:
@@ -200,30 +202,33 @@ class EstimatedBounds(QuantileBounds):
         return min(_FIRST_RATE + (self.learning_rate - _FIRST_RATE) * settled, self.steadiest)
 
     def bounds(self, step: int) -> tuple[float, ...]:
-        share = self.schedule(step) / self.schedule.start
-        return tuple(min(bound, share * most) for bound, most in zip(self.current, self.ceiling, strict=True))
+        most = self.ceiling * self.schedule(step) / self.schedule.start
+        return tuple(min(bound, most) for bound in self.current)
 
     def learn(
         self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
         rate, used = self._rate(self.learned), self.bounds(self.learned)
-        self.learned += 1
+        searching = math.isinf(self.ceiling)
+        quantile = _MEDIAN if searching else self.quantile
         for group, (value, bound) in enumerate(zip(side[0].values, used, strict=True)):
             within = value / self.batch_size + 0.5
-            searched = math.isinf(self.ceiling[group])
-            quantile = _MEDIAN if searched else self.quantile
             # The count was of examples within the bound that was used: the estimate goes on from there.
             self.current[group] = bound * math.exp(-rate * (within - quantile))
-            if searched and self.learned >= self.search and within >= _MEDIAN:
-                self.ceiling[group] = self.headroom * self.current[group]
+            self.reached[group] |= within >= _MEDIAN
+        self.learned += 1
+        if searching and self.learned >= self.search and all(self.reached):
+            self.ceiling = self.headroom * math.hypot(*self.current) / math.sqrt(len(self.current))
 
     def state_dict(self) -> dict[str, Tensor]:
         ceiling = torch.tensor(self.ceiling, dtype=torch.float64)
-        return super().state_dict() | {"learned": torch.tensor(self.learned), "ceiling": ceiling}
+        reached = torch.tensor(self.reached)
+        return super().state_dict() | {"learned": torch.tensor(self.learned), "ceiling": ceiling, "reached": reached}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.learned, self.ceiling = int(state["learned"]), [float(bound) for bound in state["ceiling"]]
+        self.learned, self.ceiling = int(state["learned"]), float(state["ceiling"])
+        self.reached = [bool(was) for was in state["reached"]]
 
 
 _MEDIAN = 0.5
