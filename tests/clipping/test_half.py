@@ -159,7 +159,7 @@ def test_autocast_steps_equal_those_without_kernels(clipping, monkeypatch):
 @pytest.mark.skipif(not CUDA or layers.layers() is None, reason="needs a GPU, Triton and a C++ compiler")
 @pytest.mark.parametrize("clipping", ["per-layer", "flat"])
 def test_under_autocast_the_nodes_in_cpp_do_what_those_in_python_do(clipping, monkeypatch):
-    """Recorded in the first pass, replayed in the next ones; on the way a normalisation, which stays in float32."""
+    """Recorded in the first pass, replayed in the next ones; on the way a normalisation, which is in float32."""
     transformers = pytest.importorskip("transformers.pytorch_utils")
     from gradveil.clipping.clipper import Clipper
     from gradveil.clipping.groups import make_groups

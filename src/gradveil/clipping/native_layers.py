@@ -1,8 +1,8 @@
 """Which layers have their autograd node in C++ (kernels/layers.py), and when a call may go there.
 
 Only kinds that C++ knows, all of whose parameters train. A call goes there in plain float32, and on a GPU under
-autocast: normalisations of float32, which it leaves as they are, and linear layers in half precision. Everything else
-goes through :class:`~gradveil.clipping.taps.LayerTap`, with the same result.
+autocast: normalisations, which it leaves in float32, and linear layers, in half precision. Everything else goes
+through :class:`~gradveil.clipping.taps.LayerTap`, with the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NativeLayer:
         self._rule: Any = unit.rule
         self._on_cpu, self._least_dims = on_cpu, unit.rule.least_dims if unit.rule is not None else 2
         self._in_halves = isinstance(unit.rule, (LinearRule, Conv1DRule))
-        self._as_it_is = isinstance(unit.rule, (GroupNormRule, LayerNormRule))
+        self._normalises = isinstance(unit.rule, (GroupNormRule, LayerNormRule))
         self._own = unit.module._parameters
         self._run, self._run_again = library.layer, library.layer_again
         self._number, self._in_cpp = number, in_cpp
@@ -44,11 +44,11 @@ class NativeLayer:
         )
 
     def _takes_under_autocast(self, x: Tensor) -> bool:
-        if not x.is_cuda:
+        if not x.is_cuda or x.dtype not in (torch.float32, torch.get_autocast_dtype("cuda")):
             return False
         if self._in_halves:  # on a sequence: a single position is not multiplied in halves
-            return MULTIPLIES_HALVES and x.dim() > 2 and x.dtype in (torch.float32, torch.get_autocast_dtype("cuda"))
-        return self._as_it_is and x.dtype is torch.float32
+            return MULTIPLIES_HALVES and x.dim() > 2
+        return self._normalises  # in float32, which the rule makes of it
 
     def run(self, x: Tensor) -> Tensor:
         """In the model's call."""

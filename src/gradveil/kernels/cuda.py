@@ -122,7 +122,7 @@ def sum_over_positions(g_BTO: Tensor) -> Tensor:
 
 
 def _squares(rows: Tensor) -> Tensor:
-    made = torch.linalg.vector_norm(rows.view(len(rows), -1), dim=1).square_()
+    made: Tensor = torch.linalg.vector_norm(rows.view(len(rows), -1), dim=1).square_()
     recorder = programs.current()
     if recorder is not None:
         recorder.squares(made, rows)

@@ -24,8 +24,16 @@ def _use(scaled: Tensor, shift: Tensor, needs: tuple[bool, bool, bool]) -> Use:
     return MaterialisedUse(([scaled] if needs[1] else []) + ([shift] if needs[2] else []))
 
 
+def _as_autocast_has_it(x: Tensor) -> Tensor:
+    """On a GPU autocast normalises in float32; the operators that are called here are below it, and do not know."""
+    return x.float() if x.is_cuda and x.element_size() == 2 and torch.is_autocast_enabled("cuda") else x
+
+
 class LayerNormRule(LayerRule):
     """nn.LayerNorm, with or without bias."""
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return _as_autocast_has_it(x)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         m = self.module
@@ -82,6 +90,9 @@ class GroupNormRule(LayerRule):
 
     def groups(self, channels: int) -> int:
         return int(self.module.num_groups)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return _as_autocast_has_it(x)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         n, c = x.shape[:2]
