@@ -279,7 +279,8 @@ def reproduced(name: str) -> str:
         return ABSENT
     versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
     sets = data["plan"]["sets"]
-    command = f"gradveil reproduce {data['experiment']} --{data['plan']['scale']}" + (f" --sets {','.join(sets)}" if sets else "")
+    chosen = f" --sets {','.join(sets)}" if sets else ""
+    command = f"gradveil reproduce {data['experiment']} --{data['plan']['scale']}{chosen}"
     rates = ", ".join(f"{rate:g}" for rate in data["learning_rates"])
     told = f"`{command}`: {data['cells']} cells, {data['seconds']:.0f} seconds of them in all. "
     told += f"{'; '.join(data['machines'])}."

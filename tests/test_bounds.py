@@ -110,6 +110,32 @@ def test_clip_and_noise_follow_the_estimate_and_the_counts_are_charged(strategy,
     assert math.isfinite(proved_epsilon(engine.header, engine.releases).epsilon)
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("strategy", ["dyn-private", "quantile-clip"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_bound_of_a_layer_that_nobody_uses_does_not_run_away(strategy, lost):
+    class Idle(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = network(), torch.nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.used(x) * (math.nan if lost else 1.0)
+
+    engine, model, opt, loader = start(
+        model=Idle(), strategy=strategy, clip=5.0, sigma=1.0, steps=60, batch_size=60, options=QUIET
+    )
+    run(engine, model, opt, loader)
+    assert max(c for release in engine.releases for c in release.clip) < 50.0
+    assert all(float(p.detach().abs().max()) < 1e3 for p in model.parameters())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_a_search_is_not_longer_than_the_run(steps):
+    rule = estimate(steps=steps)
+    assert rule.search == steps and 4.0 * math.exp(-steps / 4) <= rule.bounds(0)[0] <= 4.0
+
+
 def test_an_estimate_goes_on_from_a_checkpoint():
     rule = follow(estimate(), np.full((2, 100), 2.0), 17)
     other = estimate()

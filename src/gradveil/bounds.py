@@ -158,7 +158,8 @@ class EstimatedBounds(QuantileBounds):
       then on, and decays as the plan says (``clip_decay``, ``clip_end``). The weights of a network drift with the
       noise, and norms grow with the weights: a bound that followed them up would add noise to noise, until nothing is
       learned.
-    - Under the ceiling each bound follows an upper quantile of its norms, so noise falls as gradients do.
+    - Under the ceiling each bound follows an upper quantile of its norms, so noise falls as gradients do: to a
+      thousandth of the ceiling at least.
 
     Estimates move fast at first and settle: rates from 1 to ``learning_rate`` over some 40 steps, and never so fast
     that the noise of one count moves a bound by more than 5 %.
@@ -188,7 +189,7 @@ class EstimatedBounds(QuantileBounds):
         self.schedule, self.headroom = plan.clip, headroom
         self.steadiest = _SHAKE * batch_size / self.count_noise
         steps, way = 0, 0.0  # that the search may take, and how far it comes: noisy counts are slow
-        while way < _WAY and steps < max(_SHORTEST_SEARCH, plan.steps // 10):
+        while way < _WAY and steps < min(plan.steps, max(_SHORTEST_SEARCH, plan.steps // 10)):
             way += _MEDIAN * self._rate(steps)
             steps += 1
         self.search = steps
@@ -203,7 +204,8 @@ class EstimatedBounds(QuantileBounds):
 
     def bounds(self, step: int) -> tuple[float, ...]:
         most = self.ceiling * self.schedule(step) / self.schedule.start
-        return tuple(min(bound, most) for bound in self.current)
+        least = 0.0 if math.isinf(most) else _LEAST * most
+        return tuple(min(max(bound, least), most) for bound in self.current)
 
     def learn(
         self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
@@ -233,6 +235,7 @@ class EstimatedBounds(QuantileBounds):
 
 _MEDIAN = 0.5
 _WAY = 8.0  # of the search, as a logarithm: from a fiftieth of the bound that is given to fifty times it
+_LEAST = 1e-3  # of the ceiling: a layer that is not in use for long is found again
 _SHORTEST_SEARCH = 10  # steps; otherwise it takes a tenth of the run at most
 _FIRST_RATE = 1.0
 _SETTLING_STEPS = 40.0

@@ -183,7 +183,7 @@ class _Gathered(Harvest):
     def __init__(self, groups: int, device: torch.device) -> None:
         super().__init__(groups)
         self._largest = torch.zeros(groups, device=device)
-        self._within = torch.zeros(groups, dtype=torch.int64, device=device)
+        self._beyond = torch.zeros(groups, dtype=torch.int64, device=device)
         self._lost = torch.zeros((), dtype=torch.int64, device=device)
         self.nothing = torch.zeros((), device=device)
 
@@ -199,15 +199,15 @@ class _Gathered(Harvest):
         """The norms of one part, where the strategy looks at them."""
         groups = range(len(self._largest))
         largest = torch.stack([self.nothing if (n := harvest.largest_norm(g)) is None else n.float() for g in groups])
-        within = torch.stack([self.nothing.long() if (n := harvest.within(g)) is None else n for g in groups])
+        beyond = torch.stack([self.nothing.long() if (n := harvest.beyond(g)) is None else n for g in groups])
         self._largest.copy_(largest if first else torch.maximum(self._largest, largest))
-        self._within.copy_(within if first else self._within + within)
+        self._beyond.copy_(beyond if first else self._beyond + beyond)
 
     def largest(self, group: int) -> float:
         return float(self._largest[group])
 
     def counts_within(self) -> list[int]:
-        return [int(count) for count in self._within.tolist()]
+        return [self.examples - int(count) for count in self._beyond.tolist()]
 
     def take_lost(self) -> list[Tensor]:
         """The count of examples that were not finite since it was last taken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -62,6 +63,48 @@ def test_a_module_in_two_checkpoints_is_the_sum_of_its_uses_or_refused():
     compare(Checkpointed(True, twice=True).double(), x, y, clipping="flat")
     with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
         compare(Checkpointed(True, twice=True).double(), x, y)
+
+
+def _halves(clipping, *, inside, inputs, bound=0.1):
+    """The clipped sums of a model under autocast, with backward() in the block or after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    groups = make_groups(model, clipping)
+    clipper = Clipper(model, groups, bounds=[bound] * len(groups), loss_reduction="sum")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(inputs).float().square().sum()
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    clipper.detach()
+    return {name: p.grad for name, p in model.named_parameters()}, groups
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's own, of an RMSNorm under autocast
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("positions", [(), (5,)])
+def test_backward_inside_an_autocast_block_is_the_same_and_keeps_to_the_bound(clipping, positions):
+    for seed in range(20):
+        x = torch.randn(1, *positions, 6, generator=torch.Generator().manual_seed(seed))
+        inside, groups = _halves(clipping, inside=True, inputs=x)
+        outside, _ = _halves(clipping, inside=False, inputs=x)
+        assert all(torch.equal(inside[name], outside[name]) for name in inside)
+        for group in groups:
+            assert math.hypot(*(float(inside[name].norm()) for name in group.parameters)) <= 0.1 * (1 + 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_rms_norm_of_halves_has_the_gradient_of_plain_autograd():
+    x = 0.01 * torch.randn(4, 6)  # small beside the eps of half precision
+    found, _ = _halves("per-layer", inside=False, inputs=x, bound=1e9)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = plain(x)
+    out.float().square().sum().backward()
+    for name, p in plain.named_parameters():
+        assert torch.allclose(found[name], p.grad, rtol=0.05, atol=0.02 * float(p.grad.abs().max())), name
 
 
 @pytest.mark.parametrize("clipping", ["per-layer", "flat"])

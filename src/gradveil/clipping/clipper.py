@@ -43,7 +43,7 @@ from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.support import check_module
-from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_layer, tap_output
+from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, no_autocast, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.units import Tie, Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
@@ -341,13 +341,12 @@ class Clipper:
         rule, layer = found.rule, found.native
         assert rule is not None and layer is not None
         needs = (False, True, len(found.parameters) == 2)
-        if not x.is_cuda or not cuda.available():
+        if not x.is_cuda or not cuda.available() or layer.has_no_program(x, g):
             return self._sums(found, rule.backward(x, weight, tuple(kept), g, needs)[1], of_pass) or []
         bounds = self._bounds_on(x.device).inside
         with programs.recording([x, g, bounds, of_pass.flags(x.device), *kept]) as recorder:
             sums = self._sums(found, rule.backward(x, weight, tuple(kept), g, needs)[1], of_pass)
-        if recorder.program is not None:
-            layer.learn(x, g, recorder.program)
+        layer.learn(x, g, recorder.program)
         return sums or []
 
     def _sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
@@ -394,6 +393,10 @@ class Clipper:
 
     def _finish(self, current: Pass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
+        with no_autocast():
+            self._clip_kept(current)
+
+    def _clip_kept(self, current: Pass) -> None:
         self._differentiated = None
         if current.library is not None and current.library.waits(current.number):
             self._clip_waiting(current.library, current)

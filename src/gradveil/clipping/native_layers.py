@@ -32,6 +32,7 @@ class NativeLayer:
         self._own = unit.module._parameters
         self._run, self._run_again = library.layer, library.layer_again
         self._number, self._in_cpp = number, in_cpp
+        self._without_program: set[tuple[int, ...]] = set()
 
     def takes(self, x: Tensor) -> bool:
         """Whether this call is of the ordinary kind."""
@@ -60,10 +61,21 @@ class NativeLayer:
         own = self._own
         return self._run_again(self._rule.prepare(x), own["weight"], own.get("bias"), self._number, current)
 
-    def learn(self, x: Tensor, g: Tensor, program: list[int]) -> None:
-        """What the kernels do for inputs of these shapes (kernels/programs.py)."""
-        rounds = torch.backends.cudnn.allow_tf32
-        self._in_cpp.learn([*x.shape, *x.stride(), *g.shape, int(rounds), g.element_size()], program)
+    def learn(self, x: Tensor, g: Tensor, program: list[int] | None) -> None:
+        """What the kernels do for inputs of these shapes (kernels/programs.py); None where that cannot be recorded."""
+        if program is None:
+            self._without_program.add(_key(x, g))
+        else:
+            self._in_cpp.learn(list(_key(x, g)), program)
+
+    def has_no_program(self, x: Tensor, g: Tensor) -> bool:
+        """Whether recording was tried in vain."""
+        return _key(x, g) in self._without_program
+
+
+def _key(x: Tensor, g: Tensor) -> tuple[int, ...]:
+    """As key_of in _layers.cpp."""
+    return (*x.shape, *x.stride(), *g.shape, int(torch.backends.cudnn.allow_tf32), g.element_size())
 
 
 def native_layer(library: Layers, unit: Unit, watch: NativeWatch) -> NativeLayer | None:

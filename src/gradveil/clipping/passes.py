@@ -128,17 +128,21 @@ class Harvest:
         found = self.largest_norm(group)
         return 0.0 if found is None else float(found)
 
-    def within(self, group: int) -> Tensor | None:
-        """How many examples had a norm within the bound before clipping, on the device; None without examples."""
-        found = [((norms <= bound) & (weights > 0)).sum() for norms, weights, bound in self._noted(group)]
+    def beyond(self, group: int) -> Tensor | None:
+        """How many examples had a norm beyond the bound before clipping, on the device; None where none was noted."""
+        found = [((norms > bound) & (weights > 0)).sum() for norms, weights, bound in self._noted(group)]
         return torch.stack(found).sum() if found else None
 
     def counts_within(self) -> list[int]:
-        """How many examples had a norm within the bound before clipping, of every group: read from a GPU at once."""
-        found = [self.within(group) for group in range(len(self._of_group))]
+        """How many examples had a norm within the bound before clipping, of every group: read from a GPU at once.
+
+        All that were not beyond it. An example that does not use a group's parameters, or whose gradient is not finite
+        and counts as zero, has a norm of 0 there.
+        """
+        found = [self.beyond(group) for group in range(len(self._of_group))]
         known = [count for count in found if count is not None]
         values = iter(torch.stack(known).tolist() if known else ())
-        return [0 if count is None else int(next(values)) for count in found]
+        return [self.examples - (0 if count is None else int(next(values))) for count in found]
 
 
 class DeviceBounds:

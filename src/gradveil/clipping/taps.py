@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from gradveil.clipping.clipper import Clipper
     from gradveil.clipping.passes import Call, Pass
 
+# For backward() inside an autocast block: products of scaled factors that were rounded to halves, and norms of rounded
+# gradients, could carry an example over its bound. What autocast gave the forward pass is in half precision anyway.
+no_autocast: Any = torch._C._DisableAutocast
+
 
 class OutputTap(torch.autograd.Function):
     """The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss."""
@@ -58,8 +62,9 @@ class LayerTap(torch.autograd.Function):
 def _layer_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, *kept = ctx.saved_tensors
     needs = ctx.needs_input_grad[3:]
-    to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
-    sums = ctx.clipper.collect(ctx.call, use)
+    with no_autocast():
+        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
+        sums = ctx.clipper.collect(ctx.call, use)
     return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
 
 
@@ -92,9 +97,10 @@ class FunctionTap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         clipper: Clipper = ctx.clipper
-        with clipper.quietly():
+        with clipper.quietly(), no_autocast():
             to_inputs, use = ctx.run.backward(ctx.parameters, grads)
-        return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
+        with no_autocast():
+            return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

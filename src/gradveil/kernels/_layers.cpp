@@ -612,6 +612,8 @@ struct LayerNode : torch::autograd::Function<LayerNode> {
         const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
         if (!ctx->saved_data.emplace("done", true).second) refuse(pass->clipper, layer->unit, "twice");
         const auto saved = ctx->get_saved_variables();
+        // For backward() inside an autocast block: see no_autocast in clipping/taps.py.
+        c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const Tensor& weight = saved[1];
         const Tensor g = grads[0].contiguous();
         const Tensor x = layer->kind == CONVOLUTION ? saved[0] : saved[0].contiguous();

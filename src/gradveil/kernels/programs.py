@@ -95,6 +95,9 @@ class Recorder:
             self.program = [*self._code, self._aligned]
 
     def _number(self, tensor: Tensor) -> None:
+        if not self._possible:  # there will be no program: hold on to nothing
+            self._held.clear()
+            return
         self._places[_storage(tensor)] = (len(self._held), tensor.data_ptr())
         self._held.append(tensor)
 

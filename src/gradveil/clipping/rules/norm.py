@@ -74,8 +74,8 @@ class RMSNormRule(LayerRule):
     ) -> tuple[Tensor | None, Use]:
         last = len(self.module.normalized_shape)
         over = tuple(range(x.dim() - last, x.dim()))
-        eps = self.module.eps if self.module.eps is not None else torch.finfo(x.dtype).eps
         wide_x, wide_g = wide_pair(x, g)
+        eps = self.module.eps if self.module.eps is not None else torch.finfo(wide_x.dtype).eps
         rstd = torch.rsqrt(wide_x.square().mean(over, keepdim=True) + eps)
         normed = wide_x * rstd
         to_x = None
@@ -140,6 +140,21 @@ class InstanceNormRule(GroupNormRule):
 
     def groups(self, channels: int) -> int:
         return channels
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x
+
+    # Autocast leaves its input in half precision beside weights of float32, which a group norm does not take.
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        out, kept = super().forward(x.to(weight.dtype), weight, bias)
+        return out.to(x.dtype), kept
+
+    def backward(
+        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Use]:
+        to_x, use = super().backward(x.to(weight.dtype), weight, kept, g.to(weight.dtype), needs)
+        return None if to_x is None else to_x.to(x.dtype), use
 
 
 class PReLURule(LayerRule):
