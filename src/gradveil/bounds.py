@@ -152,8 +152,9 @@ class EstimatedBounds(QuantileBounds):
 
     The counts are those of :class:`QuantileBounds`, charged in the same way. What is made of them is free:
 
-    - In the first steps each group's bound is searched: the median of its norms, from far below ``clip``. A bound that
-      is too low costs a few slow steps; noise of one that is too high would stay in the weights.
+    - In the first steps each group's bound is searched, from far below ``clip``, until the counts say that it is at the
+      median of the norms or has passed it; there it waits for the others. A bound that is too low costs a few slow
+      steps; noise of one that is too high would stay in the weights.
     - The length of what was found, split evenly over the groups, times ``headroom``, is the ceiling of all bounds from
       then on, and decays as the plan says (``clip_decay``, ``clip_end``). The weights of a network drift with the
       noise, and norms grow with the weights: a bound that followed them up would add noise to noise, until nothing is
@@ -189,12 +190,16 @@ class EstimatedBounds(QuantileBounds):
         self.schedule, self.headroom = plan.clip, headroom
         self.steadiest = _SHAKE * batch_size / self.count_noise
         steps, way = 0, 0.0  # that the search may take, and how far it comes: noisy counts are slow
-        while way < _WAY and steps < min(plan.steps, max(_SHORTEST_SEARCH, plan.steps // 10)):
+        longest = min(plan.steps, max(_SHORTEST_SEARCH, plan.steps // 10))
+        while way < _WAY and steps < longest:
             way += _MEDIAN * self._rate(steps)
             steps += 1
-        self.search = steps
+        self.longest_search = longest
         self.current = [plan.clip.start * math.exp(-way / 2.0)] * len(groups)
-        self.reached = [False] * len(groups)  # the median, in the search
+        self.looks = max(1, math.ceil((self.count_noise / batch_size / _SURE) ** 2))  # that counts are averaged over
+        self.lowest = self.current[0] * math.exp(-way)  # a group that is searched for there has no norms
+        self.within = [0.0] * len(groups)  # share of the examples, so averaged, in the search
+        self.been_below, self.been_above = [False] * len(groups), [False] * len(groups)  # the median
         self.ceiling = math.inf  # at the start of the schedule; none while it is searched
         self.learned = 0  # steps
 
@@ -211,32 +216,49 @@ class EstimatedBounds(QuantileBounds):
         self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
         rate, used = self._rate(self.learned), self.bounds(self.learned)
+        self.learned += 1
         searching = math.isinf(self.ceiling)
-        quantile = _MEDIAN if searching else self.quantile
         for group, (value, bound) in enumerate(zip(side[0].values, used, strict=True)):
+            if searching and self._found(group):
+                continue
             within = value / self.batch_size + 0.5
             # The count was of examples within the bound that was used: the estimate goes on from there.
+            quantile = _MEDIAN if searching else self.quantile
             self.current[group] = bound * math.exp(-rate * (within - quantile))
-            self.reached[group] |= within >= _MEDIAN
-        self.learned += 1
-        if searching and self.learned >= self.search and all(self.reached):
+            self.within[group] += (within - self.within[group]) / self.looks
+            self.been_above[group] |= self.within[group] >= _MEDIAN - _NEAR
+            self.been_below[group] |= self.within[group] <= _MEDIAN + _NEAR
+        found = all(self._found(group) for group in range(len(used)))
+        if searching and (found or self.learned >= self.longest_search):
             self.ceiling = self.headroom * math.hypot(*self.current) / math.sqrt(len(self.current))
 
+    def _found(self, group: int) -> bool:
+        return (self.been_below[group] and self.been_above[group]) or self.current[group] < self.lowest
+
     def state_dict(self) -> dict[str, Tensor]:
-        ceiling = torch.tensor(self.ceiling, dtype=torch.float64)
-        reached = torch.tensor(self.reached)
-        return super().state_dict() | {"learned": torch.tensor(self.learned), "ceiling": ceiling, "reached": reached}
+        own = {
+            "learned": torch.tensor(self.learned),
+            "ceiling": torch.tensor(self.ceiling, dtype=torch.float64),
+            "within": torch.tensor(self.within, dtype=torch.float64),
+            "been_below": torch.tensor(self.been_below),
+            "been_above": torch.tensor(self.been_above),
+        }
+        return super().state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
         self.learned, self.ceiling = int(state["learned"]), float(state["ceiling"])
-        self.reached = [bool(was) for was in state["reached"]]
+        self.within = [float(share) for share in state["within"]]
+        self.been_below = [bool(was) for was in state["been_below"]]
+        self.been_above = [bool(was) for was in state["been_above"]]
 
 
 _MEDIAN = 0.5
+_NEAR = 0.05
 _WAY = 8.0  # of the search, as a logarithm: from a fiftieth of the bound that is given to fifty times it
+_SURE = 0.15  # what the noise of averaged counts may be, as a share of the examples
 _LEAST = 1e-3  # of the ceiling: a layer that is not in use for long is found again
-_SHORTEST_SEARCH = 10  # steps; otherwise it takes a tenth of the run at most
+_SHORTEST_SEARCH = 10  # steps; otherwise a tenth of the run at most
 _FIRST_RATE = 1.0
 _SETTLING_STEPS = 40.0
 _SHAKE = 0.05  # what the noise of one count may move a bound by, relative
