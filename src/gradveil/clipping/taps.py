@@ -97,9 +97,9 @@ class FunctionTap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         clipper: Clipper = ctx.clipper
-        with clipper.quietly(), no_autocast():
-            to_inputs, use = ctx.run.backward(ctx.parameters, grads)
         with no_autocast():
+            with clipper.quietly():
+                to_inputs, use = ctx.run.backward(ctx.parameters, grads)
             return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
 
 
