@@ -373,8 +373,11 @@ class _Session:
                 if self.average is not None:
                     self.average.follow(step)
                 self._seed_forward(step)
+                looks = step % config.evaluate_every == 0 or step == config.steps
+                if looks and self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # what the GPU still owes belongs to the steps
                 now = time.perf_counter()
-                if step % config.evaluate_every == 0 or step == config.steps:
+                if looks:
                     accuracy, loss_shown = self.accuracy(), float(total_loss) / max(losses, 1)
                     total_loss, losses = torch.zeros((), device=self.device), 0
                     epsilon = self._epsilon_so_far()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from gradveil.experiments import cells, runner
 from gradveil.experiments.cells import RESULT, Cell, Place, run_cell
 from gradveil.experiments.plan import Plan
 from gradveil.experiments.runner import Store, Workers
+from gradveil.rundir import RunDirectory
 
 TINY = {"dataset": "digits", "strategy": "baseline", "steps": 4, "batch_size": 32, "lr": 0.1, "evaluate_every": 2}
 ALONE = Workers(jobs=1)
@@ -145,11 +147,30 @@ def test_time_is_measured_with_nothing_beside(tmp_path, monkeypatch):
 
 
 def test_a_timed_cell(tmp_path):
-    settings = {k: v for k, v in TINY.items() if k != "evaluate_every"}
-    result = run_cell(Cell("time", {**settings, "seed": 0, "device": "cpu", "repeats": 2}), tmp_path, Place())
-    assert len(result["all"]) == 2
-    assert result["seconds_per_step"] > 0
+    settings = {k: v for k, v in TINY.items() if k not in ("evaluate_every", "strategy")}
+    rows = [{"strategy": "non-private"}, {"strategy": "baseline"}]
+    cell = Cell("time", {**settings, "seed": 0, "device": "cpu", "repeats": 2, "rows": rows})
+    result = run_cell(cell, tmp_path, Place())
+    assert [len(took) for took in result["seconds_per_step"]] == [2, 2]
+    assert all(seconds > 0 for took in result["seconds_per_step"] for seconds in took)
     assert not list(tmp_path.glob("run*"))
+
+
+def test_strategies_are_timed_in_turn_after_a_warm_up(tmp_path, monkeypatch):
+    begun = []
+
+    def train(config, *, run_dir, seed):
+        begun.append(config.strategy)
+        run_dir.mkdir()
+        looks = [{"step": config.steps // 2, "seconds": 100.0}, {"step": config.steps, "seconds": 100.0 + len(begun)}]
+        monkeypatch.setattr(RunDirectory, "open", lambda path: SimpleNamespace(read_metrics=lambda: looks))
+
+    monkeypatch.setattr(training, "train", train)
+    rows = [{"strategy": "non-private"}, {"strategy": "baseline"}]
+    shared = {"dataset": "digits", "steps": 4, "batch_size": 8, "lr": 0.1, "seed": 0, "device": "cpu"}
+    result = run_cell(Cell("time", {**shared, "repeats": 2, "rows": rows}), tmp_path, Place())
+    assert begun == ["non-private", "baseline"] * 2
+    assert result["seconds_per_step"] == [[0.25, 0.75], [0.5, 1.0]]
 
 
 def test_a_plan_is_quick_or_the_papers():

@@ -16,6 +16,7 @@ SETS = ("mnist", "fashion-mnist", "cifar10", "lfw")
 CLIP = 4.0
 OTHERS = (Row("baseline"), Row("quantile-clip"), Row("adaclip"))
 OURS = tuple(Row("dyn-s-sigma", reading) for reading in READINGS)
+ROWS = (*OTHERS, *OURS)
 
 
 def runs(plan: Plan, dataset: str, row: Row) -> list[Cell]:
@@ -27,16 +28,9 @@ def runs(plan: Plan, dataset: str, row: Row) -> list[Cell]:
 
 
 def cells(plan: Plan) -> list[Cell]:
-    return [
-        cell
-        for dataset in plan.sets_of(*SETS)
-        for row in (*OTHERS, *OURS)
-        for cell in (*runs(plan, dataset, row), _timed(plan, dataset, row))
-    ]
-
-
-def _timed(plan: Plan, dataset: str, row: Row) -> Cell:
-    return time.run(plan, dataset, row.settings)
+    sets = plan.sets_of(*SETS)
+    trained = [cell for dataset in sets for row in ROWS for cell in runs(plan, dataset, row)]
+    return trained + [time.cell(plan, dataset, ROWS) for dataset in sets]
 
 
 def _accuracy(plan: Plan, dataset: str, row: Row, result: dict[str, Any]) -> float:
@@ -53,13 +47,13 @@ def report(plan: Plan, found: Found) -> Report:
     entries: list[Entry] = []
     table: dict[str, dict[str, float]] = {}
     for dataset in plan.sets_of(*SETS):
-        base = float(found[_timed(plan, dataset, OTHERS[0])]["seconds_per_step"])
-        for row in (*OTHERS, *OURS):
+        took = time.seconds(ROWS, found[time.cell(plan, dataset, ROWS)])
+        for row in ROWS:
             results = [found[cell] for cell in runs(plan, dataset, row)]
             accuracy = [_accuracy(plan, dataset, row, result) for result in results]
             told = published.ADAPTIVE[row.strategy].get(dataset)
             first = published.ADAPTIVE["baseline"].get(dataset)
-            cost = float(found[_timed(plan, dataset, row)]["seconds_per_step"]) / base
+            cost = statistics.median(time.ratio(took[row], took[ROWS[0]]))
             table.setdefault(dataset, {})[row.label] = statistics.fmean(accuracy)
             entries.append(
                 Entry(

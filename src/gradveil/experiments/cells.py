@@ -7,7 +7,7 @@ what is measured.
     train    one private or plain training run, in a run directory
     attack   one attack on victims of a data set (gradveil.attacks.trial): on an untrained network, or, where ``of_run``
              holds the settings of a training cell, on that run at its end
-    time     seconds per step of a short run
+    time     seconds per step of several strategies, in turn
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import json
 import platform
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -179,28 +178,28 @@ def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place)
 
 
 def _time(settings: Result, folder: Path, place: Place) -> Result:
-    """Seconds per step: the median of some short runs, each without looks on the way, after one that does not count."""
+    """Seconds per step of each of ``rows``: short runs of one after the other, ``repeats`` times round.
+
+    The first half of a run is not counted: kernels are compiled in it, and steps captured.
+    """
     from gradveil import training
     from gradveil.config import RunConfig
+    from gradveil.rundir import RunDirectory
 
     device, repeats, seed = settings.pop("device"), settings.pop("repeats"), settings.pop("seed")
-    steps = settings["steps"]
-    took = []
-    for i in range(1 + repeats):
-        where = folder / f"run{i}"
-        shutil.rmtree(where, ignore_errors=True)
-        config = RunConfig.check(
-            {
-                **settings,
-                "device": device,
-                "data_dir": place.data_dir,
-                "evaluate_every": steps,
-                "checkpoint_every": steps,
-            }
-        )
-        took.append(training.train(config, run_dir=where, seed=seed).seconds_per_step)
-        shutil.rmtree(where)
-    return {"seconds_per_step": statistics.median(took[1:]), "all": took[1:]}
+    rows, steps = settings.pop("rows"), settings.pop("steps")
+    looks = {"steps": 2 * steps, "evaluate_every": steps, "checkpoint_every": 2 * steps}
+    took: list[list[float]] = [[] for _ in rows]
+    for _ in range(repeats):
+        for row, seconds in zip(rows, took, strict=True):
+            where = folder / "run"
+            shutil.rmtree(where, ignore_errors=True)
+            config = RunConfig.check({**settings, **row, **looks, "device": device, "data_dir": place.data_dir})
+            training.train(config, run_dir=where, seed=seed)
+            half, end = (float(look["seconds"]) for look in RunDirectory.open(where).read_metrics())
+            seconds.append((end - half) / steps)
+            shutil.rmtree(where)
+    return {"seconds_per_step": took}
 
 
 ALONE = ("time",)  # nothing else runs beside them
