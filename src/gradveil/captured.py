@@ -35,7 +35,7 @@ from gradveil.bounds import ScheduledBounds
 from gradveil.clipping import Harvest
 from gradveil.clipping.passes import Padding
 from gradveil.errors import ConfigError
-from gradveil.kernels import cuda
+from gradveil.kernels import cuda, graphs
 from gradveil.randomness import add_drawn_noise
 from gradveil.records import Release
 from gradveil.release import StepFacts, noise_scale, record
@@ -244,7 +244,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         for piece in pieces:
             piece.get_ready()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with graphs.capturing(self._graph, pool):
             for piece in pieces:
                 piece.work()
         self._results = [piece.results() for piece in pieces]

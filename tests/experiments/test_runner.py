@@ -159,7 +159,7 @@ def test_a_timed_cell(tmp_path):
 def test_strategies_are_timed_in_turn_after_a_warm_up(tmp_path, monkeypatch):
     begun = []
 
-    def train(config, *, run_dir, seed):
+    def train(config, *, run_dir, seed, inputs):
         begun.append(config.strategy)
         run_dir.mkdir()
         looks = [{"step": config.steps // 2, "seconds": 100.0}, {"step": config.steps, "seconds": 100.0 + len(begun)}]

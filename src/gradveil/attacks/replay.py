@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import torch
+
+from gradveil.kernels import graphs
 
 _WARM_UPS = 2  # eager rounds before the capture: libraries choose their algorithms
 
@@ -44,16 +45,11 @@ class Replay:
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # an older graph must not be freed while this one is captured
         try:
-            with torch.cuda.graph(graph):
+            with graphs.capturing(graph):
                 self._work()
         except RuntimeError:
             self._eager = True
             torch.cuda.synchronize(self._device)
         else:
             self._graph = graph
-        finally:
-            if collects:
-                gc.enable()

@@ -182,20 +182,22 @@ def _time(settings: Result, folder: Path, place: Place) -> Result:
 
     The first half of a run is not counted: kernels are compiled in it, and steps captured.
     """
-    from gradveil import training
+    from gradveil import inputs, training
     from gradveil.config import RunConfig
     from gradveil.rundir import RunDirectory
 
     device, repeats, seed = settings.pop("device"), settings.pop("repeats"), settings.pop("seed")
     rows, steps = settings.pop("rows"), settings.pop("steps")
     looks = {"steps": 2 * steps, "evaluate_every": steps, "checkpoint_every": 2 * steps}
+    shared = {**settings, **looks, "device": device, "data_dir": place.data_dir}
+    configs = [RunConfig.check({**shared, **row}) for row in rows]
+    loaded = inputs.prepare(configs[0])
     took: list[list[float]] = [[] for _ in rows]
     for _ in range(repeats):
-        for row, seconds in zip(rows, took, strict=True):
+        for config, seconds in zip(configs, took, strict=True):
             where = folder / "run"
             shutil.rmtree(where, ignore_errors=True)
-            config = RunConfig.check({**settings, **row, **looks, "device": device, "data_dir": place.data_dir})
-            training.train(config, run_dir=where, seed=seed)
+            training.train(config, run_dir=where, seed=seed, inputs=loaded)
             half, end = (float(look["seconds"]) for look in RunDirectory.open(where).read_metrics())
             seconds.append((end - half) / steps)
             shutil.rmtree(where)

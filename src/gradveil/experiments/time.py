@@ -23,7 +23,7 @@ def cell(plan: Plan, dataset: str, rows: Sequence[Row]) -> Cell:
     if plan.scale == "full":  # a step of a CPU takes as long as its batch is large
         steps, repeats = min(100, max(20, 12_000 // length["batch_size"])), 3
         if plan.device.startswith("cuda"):
-            steps, repeats = 200, 5
+            steps, repeats = 200, 3
     shared = {"dataset": dataset, "seed": 0, "device": plan.device, "repeats": repeats}
     settings = [{k: v for k, v in row.settings.items() if v is not None} for row in rows]
     return Cell("time", {**shared, **length, "steps": steps, "rows": settings})
