@@ -13,9 +13,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -31,7 +33,6 @@
 
 using at::Tensor;
 using c10::intrusive_ptr;
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 typedef std::vector<int64_t> Ints;
 
@@ -591,36 +592,87 @@ static std::vector<Tensor> collect(const Layer& layer, const Pass& pass, const T
     return stack.at(0).toTensorVector();
 }
 
-struct LayerNode : torch::autograd::Function<LayerNode> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                          const intrusive_ptr<Layer>& layer, const intrusive_ptr<Pass>& pass) {
-        at::AutoDispatchBelowADInplaceOrView below;
+// A node of our own: the book-keeping of torch::autograd::Function costs as much as a small layer.
+struct OwnNode : torch::autograd::Node {
+    typedef decltype(torch::autograd::Edge::function) Held;  // torch's own pointer; std::shared_ptr in older versions
+
+    template <class T, class Pointer = Held>
+    static std::pair<Pointer, T*> make() {
+        if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+            T* made = new T();
+            return {Pointer(made, [](auto* node) { deleteNode(node); }), made};
+        } else {
+            auto made = c10::make_intrusive<T>();
+            return {made, made.get()};
+        }
+    }
+
+   protected:
+    static void no_tangent(const std::optional<Tensor>& t) {
+        TORCH_CHECK(!torch::autograd::isFwGradDefined(t), "gradveil: what is clipped has no derivative in forward mode");
+    }
+
+    // What was not used downstream has a gradient of zeros.
+    Tensor gradient(const variable_list& grads) const { return grads[0].defined() ? grads[0] : input_metadata(0).zeros_like(); }
+};
+
+struct LayerNode : OwnNode {
+    static Tensor run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const intrusive_ptr<Layer>& layer, const intrusive_ptr<Pass>& pass) {
+        const bool tracked = torch::autograd::compute_requires_grad(x, weight, bias);
+        no_tangent(x), no_tangent(weight), no_tangent(bias);
         variable_list kept;
-        Tensor out = layer->forward(x, weight, bias, kept);
-        variable_list saved{x, weight};
-        saved.insert(saved.end(), kept.begin(), kept.end());
-        ctx->save_for_backward(std::move(saved));
-        ctx->saved_data["layer"] = layer;
-        ctx->saved_data["pass"] = pass;
+        Tensor out;
+        {
+            at::AutoDispatchBelowADInplaceOrView below;
+            at::AutoGradMode off(false);
+            out = layer->forward(x, weight, bias, kept);
+        }
+        if (!tracked) return out;
+        auto [held, node] = make<LayerNode>();
+        node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+        node->layer = layer;
+        node->pass = pass;
+        node->x = torch::autograd::SavedVariable(x, false);
+        node->weight = torch::autograd::SavedVariable(weight, false);
+        for (const Tensor& t : kept) node->kept.emplace_back(t, false);
+        torch::autograd::set_history(out, held);
         return out;
     }
 
-    static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    std::string name() const override { return "gradveil::layer"; }
+
+    void release_variables() override {
+        std::lock_guard<std::mutex> guard(mutex_);
+        x.reset_data();
+        weight.reset_data();
+        for (auto& t : kept) t.reset_data();
+        released = true;
+    }
+
+    variable_list apply(variable_list&& grads) override {
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (done) refuse(pass->clipper, layer->unit, "twice");
+        TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+        done = true;
         const bool differentiable = at::GradMode::is_enabled();
         at::AutoGradMode off(false);
-        const auto layer = ctx->saved_data.at("layer").toCustomClass<Layer>();
-        const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
-        if (!ctx->saved_data.emplace("done", true).second) refuse(pass->clipper, layer->unit, "twice");
-        const auto saved = ctx->get_saved_variables();
+        const Tensor input = x.unpack(), matrix = weight.unpack();
+        variable_list others;
+        for (const auto& t : kept) others.push_back(t.unpack());
+        const variable_list found = differentiate(input, matrix, others, gradient(grads).contiguous());
+        return differentiable ? once(found) : found;
+    }
+
+   private:
+    // The gradients of input, weight and bias.
+    variable_list differentiate(const Tensor& input, const Tensor& weight, const variable_list& kept, const Tensor& g) {
         // For backward() inside an autocast block: see no_autocast in clipping/taps.py.
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-        const Tensor& weight = saved[1];
-        const Tensor g = grads[0].contiguous();
-        const Tensor x = layer->kind == CONVOLUTION ? saved[0] : saved[0].contiguous();
-        const variable_list kept(saved.begin() + 2, saved.end());
+        const Tensor x = layer->kind == CONVOLUTION ? input : input.contiguous();
         if (pass->was_clipped(layer->unit)) refuse(pass->clipper, layer->unit, "checkpoints");
-        variable_list found(5);
-        if (ctx->needs_input_grad(0)) found[0] = layer->input_gradient(x, weight, kept, g);
+        variable_list found(3);
+        if (task_should_compute_output(0)) found[0] = layer->input_gradient(x, weight, kept, g);
         const Tensor factor = layer->as_multiplied(x, g);
         Clipped clipped;
         const bool once_used = pass->uses(layer->unit) == 1;
@@ -633,9 +685,8 @@ struct LayerNode : torch::autograd::Function<LayerNode> {
         } else {
             clipped.sums = collect(*layer, *pass, factor, weight, kept, g);
         }
-        for (size_t i = 0; i < clipped.sums.size(); i++) found[1 + i] = clipped.sums[i];
-        clipped.sums.clear();
-        return differentiable ? once(found) : found;
+        for (size_t i = 0; i < clipped.sums.size(); i++) found[1 + i] = std::move(clipped.sums[i]);
+        return found;
     }
 
     // With create_graph, what was computed here must not be differentiated again.
@@ -652,27 +703,44 @@ struct LayerNode : torch::autograd::Function<LayerNode> {
             if (found[i].defined()) out[i] = marked[next++];
         return out;
     }
+
+    intrusive_ptr<Layer> layer;
+    intrusive_ptr<Pass> pass;
+    torch::autograd::SavedVariable x, weight;
+    std::vector<torch::autograd::SavedVariable> kept;
+    bool done = false, released = false;
 };
 
 // The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss.
-struct OutputNode : torch::autograd::Function<OutputNode> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& x, const intrusive_ptr<Pass>& pass, double scale) {
-        at::AutoDispatchBelowADInplaceOrView below;
-        ctx->saved_data["pass"] = pass;
-        ctx->saved_data["scale"] = scale;
-        return x.view_as(x);
+struct OutputNode : OwnNode {
+    static Tensor run(const Tensor& x, const intrusive_ptr<Pass>& pass, double scale) {
+        no_tangent(x);
+        Tensor out;
+        {
+            at::AutoDispatchBelowADInplaceOrView below;
+            out = x.view_as(x);
+        }
+        if (!torch::autograd::compute_requires_grad(x)) return out;
+        auto [held, node] = make<OutputNode>();
+        node->set_next_edges(torch::autograd::collect_next_edges(x));
+        node->pass = pass;
+        node->scale = scale;
+        torch::autograd::set_history(out, held);
+        return out;
     }
 
-    static variable_list backward(AutogradContext* ctx, variable_list grads) {
-        const auto pass = ctx->saved_data.at("pass").toCustomClass<Pass>();
-        const double scale = ctx->saved_data.at("scale").toDouble();
-        if (grads[0].dim() == 0 && pass->batch > 1) refuse(pass->clipper, 0, "scalar");
+    std::string name() const override { return "gradveil::output"; }
+
+    variable_list apply(variable_list&& grads) override {
+        const Tensor g = gradient(grads);
+        if (g.dim() == 0 && pass->batch > 1) refuse(pass->clipper, 0, "scalar");
         const auto watch = Watch::find(pass->clipper);
         watch->differentiating = pass->number;
-        torch::autograd::Engine::get_default_engine().queue_callback([pass, watch] { finish(*pass, *watch); });
-        return {scale == 1.0 ? grads[0] : grads[0] * scale, Tensor(), Tensor()};
+        torch::autograd::Engine::get_default_engine().queue_callback([pass = pass, watch] { finish(*pass, *watch); });
+        return {scale == 1.0 ? g : g * scale};
     }
 
+   private:
     // The backward pass has ended: Python clips what was kept, and takes what is known of the pass.
     static void finish(Pass& pass, Watch& watch) {
         watch.differentiating = -1;
@@ -680,6 +748,9 @@ struct OutputNode : torch::autograd::Function<OutputNode> {
         torch::jit::Stack stack{pass.clipper, pass.number};
         op.callBoxed(stack);
     }
+
+    intrusive_ptr<Pass> pass;
+    double scale = 1.0;
 };
 
 // ---- what Python calls
@@ -691,14 +762,14 @@ static void begin(int64_t clipper, int64_t number, int64_t batch, int64_t units,
 }
 
 static Tensor run_output(const Tensor& x, int64_t pass, double scale) {
-    return OutputNode::apply(x, Pass::find(pass), scale);
+    return OutputNode::run(x, Pass::find(pass), scale);
 }
 
 static Tensor run_layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t number) {
     const auto layer = Layer::find(number);
     const auto pass = layer->watch->current;
     if (at::GradMode::is_enabled()) pass->count(layer->unit, false);
-    return LayerNode::apply(x, weight, bias, layer, pass);
+    return LayerNode::run(x, weight, bias, layer, pass);
 }
 
 // In the backward pass, by a checkpoint.
@@ -707,7 +778,7 @@ static Tensor run_layer_again(const Tensor& x, const Tensor& weight, const std::
     const auto layer = Layer::find(number);
     const auto pass = Pass::find(of_pass);
     pass->count(layer->unit, true);
-    return LayerNode::apply(x, weight, bias, layer, pass);
+    return LayerNode::run(x, weight, bias, layer, pass);
 }
 
 static Tensor squares_of_rows(const Tensor& rows) {

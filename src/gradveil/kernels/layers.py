@@ -115,6 +115,11 @@ class Layers:
 _LOADED: dict[Path, Layers] = {}  # a library is loaded once, and for good: what it registers with torch stays
 
 
+def _abi() -> tuple[str, ...]:
+    """As this torch was compiled: wheels before 2.7 have the older strings of C++."""
+    return (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
+
+
 @lru_cache(maxsize=1)
 def _load() -> tuple[Layers | None, str]:
     compiler, kernels = build.compiler(), native.library()
@@ -127,7 +132,7 @@ def _load() -> tuple[Layers | None, str]:
             compiler,
             "layers",
             [_SOURCE],
-            compile_with=(*_FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
+            compile_with=(*_FLAGS, *_abi(), f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
             link_with=(f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", str(kernels)),
             depends_on=(torch.__version__,),
             trial="import sys, torch; torch.ops.load_library(sys.argv[1])",
