@@ -149,7 +149,7 @@ def test_time_is_measured_with_nothing_beside(tmp_path, monkeypatch):
 def test_a_timed_cell(tmp_path):
     settings = {k: v for k, v in TINY.items() if k not in ("evaluate_every", "strategy")}
     rows = [{"strategy": "non-private"}, {"strategy": "baseline"}]
-    cell = Cell("time", {**settings, "seed": 0, "device": "cpu", "repeats": 2, "rows": rows})
+    cell = Cell("time", {**settings, "seed": 0, "device": "cpu", "repeats": 2, "warm_up": 1, "rows": rows})
     result = run_cell(cell, tmp_path, Place())
     assert [len(took) for took in result["seconds_per_step"]] == [2, 2]
     assert all(seconds > 0 for took in result["seconds_per_step"] for seconds in took)
@@ -162,15 +162,16 @@ def test_strategies_are_timed_in_turn_after_a_warm_up(tmp_path, monkeypatch):
     def train(config, *, run_dir, seed, inputs):
         begun.append(config.strategy)
         run_dir.mkdir()
-        looks = [{"step": config.steps // 2, "seconds": 100.0}, {"step": config.steps, "seconds": 100.0 + len(begun)}]
+        looks = [{"seconds": 50.0}, {"seconds": 100.0}, {"seconds": 100.0 + len(begun)}]
+        assert (config.steps, config.evaluate_every) == (12, 4)
         monkeypatch.setattr(RunDirectory, "open", lambda path: SimpleNamespace(read_metrics=lambda: looks))
 
     monkeypatch.setattr(training, "train", train)
     rows = [{"strategy": "non-private"}, {"strategy": "baseline"}]
     shared = {"dataset": "digits", "steps": 4, "batch_size": 8, "lr": 0.1, "seed": 0, "device": "cpu"}
-    result = run_cell(Cell("time", {**shared, "repeats": 2, "rows": rows}), tmp_path, Place())
-    assert begun == ["non-private", "baseline"] * 2
-    assert result["seconds_per_step"] == [[0.25, 0.75], [0.5, 1.0]]
+    result = run_cell(Cell("time", {**shared, "repeats": 2, "warm_up": 2, "rows": rows}), tmp_path, Place())
+    assert begun == ["non-private", "baseline", "baseline", "non-private"]  # another is first each time
+    assert result["seconds_per_step"] == [[0.25, 1.0], [0.5, 0.75]]
 
 
 def test_a_plan_is_quick_or_the_papers():

@@ -30,7 +30,7 @@ def runs(plan: Plan, dataset: str, row: Row) -> list[Cell]:
 def cells(plan: Plan) -> list[Cell]:
     sets = plan.sets_of(*SETS)
     trained = [cell for dataset in sets for row in ROWS for cell in runs(plan, dataset, row)]
-    return trained + [time.cell(plan, dataset, ROWS) for dataset in sets]
+    return trained + [time.cell(plan, dataset) for dataset in sets]
 
 
 def _accuracy(plan: Plan, dataset: str, row: Row, result: dict[str, Any]) -> float:
@@ -47,7 +47,7 @@ def report(plan: Plan, found: Found) -> Report:
     entries: list[Entry] = []
     table: dict[str, dict[str, float]] = {}
     for dataset in plan.sets_of(*SETS):
-        took = time.seconds(ROWS, found[time.cell(plan, dataset, ROWS)])
+        took = time.seconds(plan, dataset, found)
         for row in ROWS:
             results = [found[cell] for cell in runs(plan, dataset, row)]
             accuracy = [_accuracy(plan, dataset, row, result) for result in results]

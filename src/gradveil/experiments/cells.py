@@ -12,13 +12,14 @@ what is measured.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gradveil.rundir import write_whole
 
 Result = dict[str, Any]
 RESULT = "cell.json"
+_JUDGED = 100  # test examples, where only time counts
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def run_cell(cell: Cell, folder: Path, place: Place) -> Result:
     result = {
         "kind": cell.kind,
         "settings": dict(cell.settings),
-        "machine": _machine(place.device),
+        "machine": machine(place.device),
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - begun, 3),
         **found,
@@ -75,7 +77,7 @@ def run_cell(cell: Cell, folder: Path, place: Place) -> Result:
     return result
 
 
-def _machine(device: str) -> str:
+def machine(device: str) -> str:
     import torch
 
     if device.startswith("cuda"):
@@ -180,28 +182,34 @@ def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place)
 def _time(settings: Result, folder: Path, place: Place) -> Result:
     """Seconds per step of each of ``rows``: short runs of one after the other, ``repeats`` times round.
 
-    The first half of a run is not counted: kernels are compiled in it, and steps captured.
+    Each takes its turn first. Of a run the last ``steps`` count; in ``warm_up`` times as many before, kernels are
+    compiled and steps captured.
     """
+    import torch
+
     from gradveil import inputs, training
     from gradveil.config import RunConfig
     from gradveil.rundir import RunDirectory
 
-    device, repeats, seed = settings.pop("device"), settings.pop("repeats"), settings.pop("seed")
-    rows, steps = settings.pop("rows"), settings.pop("steps")
-    looks = {"steps": 2 * steps, "evaluate_every": steps, "checkpoint_every": 2 * steps}
-    shared = {**settings, **looks, "device": device, "data_dir": place.data_dir}
-    configs = [RunConfig.check({**shared, **row}) for row in rows]
+    rows, steps, before = settings.pop("rows"), settings.pop("steps"), settings.pop("warm_up")
+    repeats, seed = settings.pop("repeats"), settings.pop("seed")
+    whole = (before + 1) * steps
+    looks = {"steps": whole, "evaluate_every": steps, "checkpoint_every": whole}
+    configs = [RunConfig.check({**settings, **looks, "data_dir": place.data_dir, **row}) for row in rows]
     loaded = inputs.prepare(configs[0])
+    few = slice(0, _JUDGED)  # a look at them takes no time
+    loaded = replace(loaded, x_test=loaded.x_test[few], y_test=loaded.y_test[few])
     took: list[list[float]] = [[] for _ in rows]
-    for _ in range(repeats):
-        for config, seconds in zip(configs, took, strict=True):
+    for turn in range(repeats):
+        for i in (*range(turn % len(rows), len(rows)), *range(turn % len(rows))):
             where = folder / "run"
             shutil.rmtree(where, ignore_errors=True)
-            training.train(config, run_dir=where, seed=seed, inputs=loaded)
-            half, end = (float(look["seconds"]) for look in RunDirectory.open(where).read_metrics())
-            seconds.append((end - half) / steps)
+            gc.collect()
+            training.train(configs[i], run_dir=where, seed=seed + turn, inputs=loaded)
+            seconds = [float(look["seconds"]) for look in RunDirectory.open(where).read_metrics()]
+            took[i].append((seconds[-1] - seconds[-2]) / steps)
             shutil.rmtree(where)
-    return {"seconds_per_step": took}
+    return {"seconds_per_step": took, "machine": machine(settings["device"]), "threads": torch.get_num_threads()}
 
 
 ALONE = ("time",)  # nothing else runs beside them
