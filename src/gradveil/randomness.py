@@ -13,7 +13,8 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
 
 Noise on the CPU comes from ChaCha12 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
 normal values by Box-Muller. Without the compiled kernels it comes from numpy: SFC64, which is statistically
-sound but no cipher, its whole state derived from the key for every block of 65536 values, and Box-Muller.
+sound but no cipher, its whole state derived from the key for every block of 65536 values, and Box-Muller; the values
+of a step are one sequence over all its tensors, for the smallest of them would pay for a block of its own.
 Either way a value is a function of its place alone, so the result does not depend on the number of threads;
 but the two differ, and a seeded run repeats only with the generator it began with. :func:`cpu_generator` names
 the one in use. (A redone step with other noise is refused like any that is not the same bit for bit.)
@@ -195,7 +196,8 @@ class NoiseSource:
         self._key = key
         self._generators = generators if generators is not None else {}
         self._step = step
-        self._blocks = 0  # drawn so far, of numpy's
+        self._place = 0  # in the sequence of numpy's values
+        self._wide = False  # whether the latest of them were in float64
         self._tensors = 0  # noised so far, by the kernel
         self._cipher_key: bytes | None = None
         self._side: np.random.Generator | None = None
@@ -214,7 +216,7 @@ class NoiseSource:
                 draw = torch.zeros(tensor.shape, dtype=dtype)
                 self._add_by_kernel(kernels, [draw], [1.0], divide_by=1.0)
                 return draw
-            draw = torch.from_numpy(self._cpu_normals([tensor.numel()], dtype)[0]).view(tensor.shape)
+            draw = torch.from_numpy(self._next_values(tensor.numel(), dtype)).view(tensor.shape)
         else:
             generator = self._on_device(tensor.device)
             draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
@@ -251,12 +253,12 @@ class NoiseSource:
         if kernels is not None and all(_plain(grad) for grad in grads):
             self._add_by_kernel(kernels, grads, stds, divide_by=divide_by)
             return
-        if all(grad.is_cpu and grad.dtype == torch.float32 for grad in grads):
-            drawn = self._cpu_normals([grad.numel() for grad in grads], torch.float32)
-            draws = [torch.from_numpy(z).view(g.shape) for z, g in zip(drawn, grads, strict=True)]
-        else:
-            draws = [self.wide_normal_like(grad) for grad in grads]
-        for grad, std, draw in zip(grads, stds, draws, strict=True):
+        if grads and all(grad.is_cpu and grad.dtype == torch.float32 for grad in grads):
+            draws = torch.from_numpy(self._next_values(sum(grad.numel() for grad in grads), torch.float32))
+            add_draws(grads, draws, stds, divide_by=divide_by)
+            return
+        for grad, std in zip(grads, stds, strict=True):
+            draw = self.wide_normal_like(grad)
             if grad.dtype in (torch.float32, torch.float64):
                 grad.add_(draw, alpha=std).div_(divide_by)
             else:  # add in float32, round once
@@ -307,13 +309,8 @@ class NoiseSource:
             draw = torch.zeros(shard.part, dtype=dtype)
             kernels.add_noise(self._step_key(), [(draw, 1.0, number)], divide_by=1.0, starts=[shard.start])
             return draw
-        first, last = shard.start // _BLOCK, -(-(shard.start + shard.part) // _BLOCK)
-        before, self._blocks = self._blocks, self._blocks + first
-        end = min(last * _BLOCK, shard.whole)
-        (drawn,) = self._cpu_normals([max(0, end - first * _BLOCK)], dtype)
-        self._blocks = before + -(-shard.whole // _BLOCK)
-        offset = shard.start - first * _BLOCK
-        return torch.from_numpy(drawn[offset : offset + shard.part])
+        start = self._take(shard.whole, dtype) + shard.start
+        return torch.from_numpy(self._values(start, shard.part, dtype))
 
     def _step_key(self) -> bytes:
         if self._cipher_key is None:
@@ -327,7 +324,7 @@ class NoiseSource:
                 self.wide_normal_like(tensor)  # a stream in order: drawn, and left out
             else:
                 self._tensors += 1
-                self._blocks += -(-tensor.numel() // _BLOCK)
+                self._take(tensor.numel(), tensor.dtype)
 
     def _add_by_kernel(
         self, kernels: native.Kernels, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float
@@ -344,23 +341,41 @@ class NoiseSource:
         kernels.add_noise(cipher_key, numbered, divide_by=divide_by)
         torch.autograd.graph.increment_version(list(grads))  # written to behind torch's back
 
-    def _cpu_normals(self, counts: Sequence[int], dtype: torch.dtype) -> list[np.ndarray[Any, Any]]:
-        """Arrays of blocks of fixed size, each block from its own stream, drawn by as many threads as torch uses."""
+    def _take(self, count: int, dtype: torch.dtype) -> int:
+        """Where the next ``count`` values lie. Those in float32 and in float64 have no block in common."""
+        wide = dtype == torch.float64
+        if wide != self._wide:
+            self._place, self._wide = -(-self._place // _BLOCK) * _BLOCK, wide
+        start, self._place = self._place, self._place + count
+        return start
+
+    def _next_values(self, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+        return self._values(self._take(count, dtype), count, dtype)
+
+    def _values(self, start: int, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+        """Values of the step's sequence. Each block has its own stream; as many threads draw as torch uses.
+
+        Whole parts of blocks are drawn: what a value is must not depend on what else is asked for.
+        """
         wanted: Any = np.float64 if dtype == torch.float64 else np.float32
-        out = [np.empty(count, dtype=wanted) for count in counts]
-        blocks = [array[i : i + _BLOCK] for array in out for i in range(0, len(array), _BLOCK)]
-        first = self._step * _BLOCKS_PER_STEP + self._blocks
-        self._blocks += len(blocks)
+        first = start // _PART * _PART
+        out = np.empty(-(-(start + count - first) // _PART) * _PART, dtype=wanted)
+        stop = first + len(out)
+        blocks = range(first // _BLOCK, -(-stop // _BLOCK))
 
-        def fill(number: int) -> None:
-            _box_muller(self._key.fast_bits("noise", first + number), blocks[number])
+        def fill(block: int) -> None:
+            begin, end = max(first, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
+            bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + block)
+            if passed := begin - block * _BLOCK:  # one word for two values in float32, one for each in float64
+                bits.random_raw(passed if wanted is np.float64 else passed // 2, output=False)
+            _box_muller(bits, out[begin - first : end - first])
 
-        if sum(counts) < _FEW_BLOCKS * _BLOCK or torch.get_num_threads() < 2:
-            for number in range(len(blocks)):
-                fill(number)
+        if count < _FEW_BLOCKS * _BLOCK or torch.get_num_threads() < 2:
+            for block in blocks:
+                fill(block)
         else:
-            list(_pool(torch.get_num_threads()).map(fill, range(len(blocks))))
-        return out
+            list(_pool(torch.get_num_threads()).map(fill, blocks))
+        return out[start - first : start - first + count]
 
     def normals(self, count: int) -> list[float]:
         """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""
@@ -377,11 +392,16 @@ def add_device_noise(
     if library is not None:
         library.add_noise(list(grads), list(stds), divide_by, generator)
         return
-    sizes = [g.numel() for g in grads]
-    draw = torch.randn(sum(sizes), device=grads[0].device, generator=generator)
-    if len(set(stds)) > 1:
-        torch._foreach_mul_(list(draw.split(sizes)), list(stds))
-    add_drawn_noise(grads, draw, 1.0 if len(set(stds)) > 1 else stds[0], divide_by=divide_by)
+    draws = torch.randn(sum(g.numel() for g in grads), device=grads[0].device, generator=generator)
+    add_draws(grads, draws, stds, divide_by=divide_by)
+
+
+def add_draws(grads: Sequence[torch.Tensor], draws: torch.Tensor, stds: Sequence[float], *, divide_by: float) -> None:
+    """In place: g becomes (g + std z) / divide_by, with z the next numbers of ``draws``, which are used up."""
+    alike = len(set(stds)) == 1
+    if not alike:
+        torch._foreach_mul_(list(draws.split([g.numel() for g in grads])), list(stds))
+    add_drawn_noise(grads, draws, stds[0] if alike else 1.0, divide_by=divide_by)
 
 
 def add_drawn_noise(

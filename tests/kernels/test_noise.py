@@ -200,3 +200,38 @@ def test_the_generator_in_use_is_named(monkeypatch):
         assert randomness.cpu_generator() == "native: ChaCha12, Box-Muller"
     monkeypatch.setattr(native, "kernels", lambda: None)
     assert randomness.cpu_generator() == "numpy: SFC64, Box-Muller"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_value_of_numpys_is_a_function_of_its_place(dtype, threads, monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(randomness, "_FEW_BLOCKS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    block, part = randomness._BLOCK, randomness._PART
+    whole = NoiseSource(SecretKey(3), 4)._values(0, 3 * block + 17, dtype)
+    for start, count in (
+        (0, 0),
+        (0, 1),
+        (5, part),
+        (part, part),
+        (block - 3, 7),
+        (block + 2 * part + 1, block),
+        (3, 3 * block),
+    ):
+        again = NoiseSource(SecretKey(3), 4)._values(start, count, dtype)
+        assert np.array_equal(again, whole[start : start + count])
+    assert len(np.unique(whole)) > 0.99 * len(whole)
+    assert stats.kstest(whole, "norm").pvalue > SOUND
+
+
+def test_tensors_share_no_value_of_numpys_and_types_no_block(monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    source = NoiseSource(SecretKey(3), 4)
+    types = [torch.float32, torch.bfloat16, torch.float64, torch.float64, torch.float32]
+    places = [source._take(100, dtype) for dtype in types]
+    block = randomness._BLOCK
+    assert places == [0, 100, block, block + 100, 2 * block]
+    again = NoiseSource(SecretKey(3), 4)
+    again.pass_over([torch.zeros(100, dtype=dtype) for dtype in types])
+    assert again._place == 2 * block + 100
