@@ -262,6 +262,15 @@ static Launcher launcher() {
     return found;
 }
 
+// The CUDA stream behind one of torch's. Older versions (2.6) do not tell; Python launches there.
+template <class Stream>
+static constexpr bool tells_its_handle = requires(const Stream& stream) { stream.native_handle(); };
+template <class Stream>
+static void* handle_of(const Stream& stream) {
+    if constexpr (tells_its_handle<Stream>) return stream.native_handle();
+    TORCH_CHECK(false, "this torch does not tell a stream's handle");
+}
+
 // A program is a list of numbers: instructions, each with its operands (see recording.py, which writes them). Tensors
 // are numbered: first those that are handed in, then those the program makes.
 struct Program {
@@ -279,7 +288,7 @@ struct Program {
         if (!fits) return result;
         const auto options = at::device(tensors[0].device()).dtype(at::kFloat);
         const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-        void* stream = guard.getStream(tensors[0].device()).native_handle();
+        void* stream = handle_of(guard.getStream(tensors[0].device()));
         const int64_t* at = code.data();
         for (;;) switch (*at++) {
                 case EMPTY: {
@@ -559,6 +568,7 @@ struct Layer : Numbered<Layer> {
     Clipped replay(const Tensor& x, const variable_list& kept, const Tensor& g, Pass& pass) {
         const auto known = programs.find(key_of(x, g));
         if (known == programs.end() || !pass.device_bounds.has_value() || !launcher()) return {};
+        if (!tells_its_handle<c10::Stream>) return {};
         std::vector<Tensor> tensors{x, g, *pass.device_bounds, pass.flags(x)};
         tensors.insert(tensors.end(), kept.begin(), kept.end());
         Clipped found;

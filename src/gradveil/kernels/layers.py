@@ -116,7 +116,7 @@ _LOADED: dict[Path, Layers] = {}  # a library is loaded once, and for good: what
 
 
 def _abi() -> tuple[str, ...]:
-    """As this torch was compiled: wheels before 2.7 have the older strings of C++."""
+    """As this torch was compiled: older wheels (2.6) have the older strings of C++."""
     return (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
 
 
