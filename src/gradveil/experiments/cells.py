@@ -68,7 +68,7 @@ def run_cell(cell: Cell, folder: Path, place: Place) -> Result:
     result = {
         "kind": cell.kind,
         "settings": dict(cell.settings),
-        "machine": machine(place.device),
+        "machine": _machine(cell.settings.get("device", place.device)),
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - begun, 3),
         **found,
@@ -77,7 +77,7 @@ def run_cell(cell: Cell, folder: Path, place: Place) -> Result:
     return result
 
 
-def machine(device: str) -> str:
+def _machine(device: str) -> str:
     import torch
 
     if device.startswith("cuda"):
@@ -185,8 +185,6 @@ def _time(settings: Result, folder: Path, place: Place) -> Result:
     Each takes its turn first. Of a run the last ``steps`` count; in ``warm_up`` times as many before, kernels are
     compiled and steps captured.
     """
-    import torch
-
     from gradveil import inputs, training
     from gradveil.config import RunConfig
     from gradveil.rundir import RunDirectory
@@ -209,7 +207,7 @@ def _time(settings: Result, folder: Path, place: Place) -> Result:
             seconds = [float(look["seconds"]) for look in RunDirectory.open(where).read_metrics()]
             took[i].append((seconds[-1] - seconds[-2]) / steps)
             shutil.rmtree(where)
-    return {"seconds_per_step": took, "machine": machine(settings["device"]), "threads": torch.get_num_threads()}
+    return {"seconds_per_step": took}
 
 
 ALONE = ("time",)  # nothing else runs beside them
