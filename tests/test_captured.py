@@ -16,14 +16,23 @@ from gradveil.errors import ConfigError
 
 
 def begin(
-    device="cuda", *, batch_size=20, clipping="per-layer", strategy="baseline", physical=None, seed=3, lr=0.01, **more
+    device="cuda",
+    *,
+    batch_size=20,
+    clipping="per-layer",
+    strategy="baseline",
+    physical=None,
+    seed=3,
+    lr=0.01,
+    dtype=torch.float32,
+    **more,
 ):
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.GroupNorm(2, 8), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 10)
-    ).to(device)
+    ).to(device, dtype)
     generator = torch.Generator().manual_seed(5)
-    x = torch.rand(400, 1, 14, 14, generator=generator).to(device)
+    x = torch.rand(400, 1, 14, 14, generator=generator).to(device, dtype)
     y = torch.randint(0, 10, (400,), generator=generator).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
     settings = {} if strategy == "non-private" else {"clip": 1.0, "sigma": 1.0, "allow_unproved": True}
@@ -115,9 +124,11 @@ STRATEGIES = ["baseline", "dyn-s-decay", "dyn-sigma", "dyn-s-l2max", "quantile-c
 def test_a_captured_run_is_the_eager_one(strategy, clipping, device):
     if strategy == "quantile-clip" and device == "cuda":
         pytest.skip("an example on the very bound counts or not, by rounding, and the bound follows the count")
+    # Without a bound on gradients, one maximum that float32 finds elsewhere is seen in the weights (3e-4).
+    dtype = torch.float64 if strategy == "non-private" else torch.float32
     found = []
     for graphs in (False, True):
-        engine, model, optimizer, loader = begin(device, strategy=strategy, clipping=clipping)
+        engine, model, optimizer, loader = begin(device, strategy=strategy, clipping=clipping, dtype=dtype)
         if graphs:
             step = gradveil.capture(engine, F.cross_entropy)
             for x, y in loader:

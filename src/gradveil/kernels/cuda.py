@@ -347,7 +347,10 @@ def noise_table(grads: Sequence[Tensor]) -> Tensor:
             length = min(_NOISE_BLOCK, grad.numel() - start)
             rows.append([grad.data_ptr() + 4 * start, place, length])
             place += length
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=grads[0].is_cuda)
+    # Pinned memory taken during a capture belongs to the graph: the allocator frees it with the graph, and once more
+    # after it, in whichever run asks for pinned memory next.
+    pinned = grads[0].is_cuda and not torch.cuda.is_current_stream_capturing()
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
 
 
 _NOISE_BLOCK = 1024
