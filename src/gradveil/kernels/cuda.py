@@ -347,10 +347,10 @@ def noise_table(grads: Sequence[Tensor]) -> Tensor:
             length = min(_NOISE_BLOCK, grad.numel() - start)
             rows.append([grad.data_ptr() + 4 * start, place, length])
             place += length
-    # Pinned memory taken during a capture belongs to the graph: the allocator frees it with the graph, and once more
-    # after it, in whichever run asks for pinned memory next.
-    pinned = grads[0].is_cuda and not torch.cuda.is_current_stream_capturing()
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
+    # Not pinned: whoever lets go of pinned memory has an event recorded on the streams that read it. A new table takes
+    # the place of an old one during a capture, and PyTorch's few streams are shared: an event recorded on the very
+    # stream that captures is never done, and the next request for pinned memory fails on it.
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 _NOISE_BLOCK = 1024
