@@ -368,10 +368,10 @@ class _Finish(_Piece):
         self._set_scale(scale.stds[0])  # one schedule for all groups
         self._generator.manual_seed(engine.noise().device_seed(self.device))
         torch.randn(len(self._draw), device=self.device, generator=self._generator, out=self._draw)
-        if engine.has_been_released(engine.step):
+        if engine.book.knows(engine.step):
             self._redone = release  # compared with what was released before, and only then used
             return False
-        engine.note_release(release, digest_follows=engine.is_seeded)
+        engine.book.note(release, digest_follows=engine.is_seeded)
         return True
 
     def conclude(self, finished: bool) -> None:
@@ -386,7 +386,7 @@ class _Finish(_Piece):
             return
         if engine.plan.strategy.is_private:
             if self._digest is not None:
-                engine.give_digest(self._digest)
+                engine.book.give_digest(self._digest)
             engine.take_step(self.gathered)
         else:
             engine.count_plain_step()
@@ -398,7 +398,7 @@ class _Finish(_Piece):
         self._redone = None
         with torch.no_grad():
             self._add_noise(self._gradients(), float(self.engine.sampling.batch_size))
-        self.engine.note_release(self.engine.compared(release))
+        self.engine.book.note(self.engine.book.compared(release, self.engine.parameters.values()))
         self.engine.take_step(self.gathered)
         self.engine.update()
 

@@ -14,24 +14,22 @@ state_dict keys. :meth:`PrivacyEngine.detach` takes every trace of the engine of
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from gradveil import bounds as bound_rules
+from gradveil import joining
 from gradveil import ledger as ledgers
 from gradveil import ranks as processes
+from gradveil.book import Book
 from gradveil.clipping import Clipper, Clipping, Group, Harvest, make_groups, sharding
 from gradveil.clipping.passes import Padding
 from gradveil.clipping.taps import Followed, ModelHook
@@ -43,11 +41,9 @@ from gradveil.errors import (
     UnknownNameError,
 )
 from gradveil.guards import (
-    AwaitedRelease,
     BatchGuard,
     BudgetGuard,
     NotFiniteCount,
-    RepeatGuard,
     check_optimizer,
     check_strangers,
     fingerprint,
@@ -183,14 +179,13 @@ class PrivacyEngine:
         self.ranks = processes.current()
         self._handles: list[Any] = []
         self._clipper: Clipper | None = None
-        self._ledger: Ledger | None = None
+        self._book: Book | None = None
         self._parts = PhysicalParts()
         self._not_finite = NotFiniteCount()
         self._noised_already = False
         self._sharded = False
         self._recorder: Recorder | None = None
         self._in_graphs = False  # whether a captured step was made (captured.py)
-        self._awaited: AwaitedRelease | None = None
         self.loops = 0  # over the loader
         self._generators: dict[torch.device, torch.Generator] = {}
         exists = self.run_dir is not None and self.ranks.is_first and (self.run_dir / ledgers.FILE_NAME).exists()
@@ -223,7 +218,7 @@ class PrivacyEngine:
         ``batch_size``. A logical batch larger than ``physical_batch_size`` comes in parts; call zero_grad,
         backward and step for each part as usual, the update happens at the last, with the same result.
         """
-        if self._ledger is not None:
+        if self._book is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
         inner = processes.unwrapped(module)
         source = source_of(data_loader, batch_size)
@@ -242,7 +237,9 @@ class PrivacyEngine:
         if self.plan.strategy.is_private:
             check_optimizer(inner, optimizer)
         self.module, self.optimizer, self.physical_batch_size = inner, optimizer, physical_batch_size
-        self._join(module)
+        self._sharded = joining.is_cut(inner, self.plan.strategy)
+        if self.ranks.several:
+            self._join(module)
         self.groups: tuple[Group, ...] = make_groups(inner, self.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
         if self.plan.strategy.is_private:
@@ -262,8 +259,8 @@ class PrivacyEngine:
             )
             self._clipper.whitening, self._clipper.gamma = self.rule.whitening, self.rule.gamma
             if self._sharded:
-                self._clipper.deliver, self._clipper.agree = _deliver_shard, self.ranks.all_agree
-        self._open_ledger()
+                self._clipper.deliver, self._clipper.agree = joining.deliver_shard, self.ranks.all_agree
+        self._open_book()
         self._batch = BatchGuard(self.sampling.name)
         self._handles += [
             optimizer.register_step_pre_hook(ModelHook(self._before_step)),
@@ -288,40 +285,10 @@ class PrivacyEngine:
         return int(self.ranks.highest([here], torch.empty(0))[0])
 
     def _join(self, given: nn.Module) -> None:
-        """Where there are several ranks: the same key and weights on all; gradients are added up by the engine."""
-        self._sharded = self._check_sharding()
-        if not self.ranks.several:
-            return
         if not self._key.seeded:
             self._key = self._key.told(self.ranks.from_first)
         self.ranks.check_same("the seed", self._key.device_seed("same on all ranks").__repr__())
-        self.ranks.copy_first(self.module)
-        if isinstance(given, DistributedDataParallel):
-            processes.silence(given)
-        self._handles.append(
-            self.module.register_forward_pre_hook(ModelHook(lambda module, *_: processes.silence_active(module)))
-        )
-        for cut in sharding.sharding_modules(self.module):
-            cut.set_gradient_divide_factor(1.0)  # sums are added up, not averaged
-            cut.set_force_sum_reduction_for_comms(True)  # and by a plain sum, which every backend knows
-            self._handles.append(_Undo(partial(cut.set_gradient_divide_factor, float(self.ranks.count))))
-
-    def _check_sharding(self) -> bool:
-        """Whether the model's parameters are cut over the ranks; refused where that cannot be followed."""
-        cut = [sharding.is_sharded(p) for p in self.module.parameters() if p.requires_grad]
-        if not any(cut):
-            return False
-        if not all(cut):
-            raise ConfigError(
-                f"{cut.count(False)} of {len(cut)} trainable parameters are whole and the others cut over processes. "
-                "Call fully_shard on the whole model too, so that it takes in what its layers have left."
-            )
-        if not self.plan.strategy.is_private or self.plan.strategy.bounds == "per-coordinate":
-            raise ConfigError(
-                f"strategy {self.plan.strategy.name!r} does not work on a model that fully_shard has cut: it needs "
-                "whole gradients. Choose another, or use DistributedDataParallel."
-            )
-        return True
+        self._handles += joining.join(given, self.ranks)
 
     def _header(self, side: float) -> RunHeader:
         return RunHeader(
@@ -363,38 +330,22 @@ class PrivacyEngine:
         }
         return salt(settings, self.parameters.values(), self.optimizer)
 
-    def _open_ledger(self) -> None:
+    def _open_book(self) -> None:
         side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
-        header = self._header(side)
         published = self._unproved(self.sampling.name, self.plan)
-        self._budget = BudgetGuard(self.budget, self.plan, len(self.groups), side, published=published)
-        self._budget.check_plan(header)
-        self.ranks.check_same("the run", header.salt)
-
-        def begin() -> tuple[RunHeader, tuple[Release, ...]]:
-            self._ledger = self._begun_ledger(header)
-            return self._ledger.header, tuple(self._ledger.releases)
-
-        kept = self.ranks.from_first(begin)
-        if self._ledger is None:  # the first rank's is on disk, and this one goes along in memory
-            self._ledger = Ledger.beside(*kept)
-        self._run_key = self._key.bound_to(self._ledger.header.salt)
-        self._repeat = RepeatGuard(self._ledger.releases, self._digest)
-        atexit.register(_commit, self._ledger)
+        self._book = Book.open(
+            self._header(side),
+            self.run_dir,
+            resume=self._resume,
+            ranks=self.ranks,
+            budget=BudgetGuard(self.budget, self.plan, len(self.groups), side, published=published),
+            digest=self._digest,
+        )
+        self._run_key = self._key.bound_to(self._book.ledger.header.salt)
 
     def _digest(self, grads: list[Tensor]) -> str:
         here = fingerprint([sharding.local(grad) for grad in grads])
         return self.ranks.digest(here) if self._sharded else here
-
-    def _begun_ledger(self, header: RunHeader) -> Ledger:
-        path = None
-        if self.run_dir is not None:
-            try:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RunDirectoryError(f"{self.run_dir} cannot be made: {error.strerror}. Give another one.") from None
-            path = self.run_dir / ledgers.FILE_NAME
-        return Ledger.resume(path, header) if path is not None and self._resume else Ledger(header, path)
 
     # ---- the loop
 
@@ -494,22 +445,13 @@ class PrivacyEngine:
             batch_size=float(self.sampling.batch_size),
             ranks=self.ranks,
         )
-        self.note_release(self.compared(release))
+        self.book.note(self.book.compared(release, self.parameters.values()))
         self.take_step(harvest)
 
     def _of_all_ranks(self, harvest: Harvest) -> Harvest:
         if not self.looks_at_norms:
             return harvest
         return self.ranks.combined(harvest, len(self.groups), next(iter(self.parameters.values())))
-
-    def compared(self, release: Release) -> Release:
-        """The release of gradients that are noised, with their digest in a seeded run.
-
-        Refused where the step was released before and is another now.
-        """
-        if not self._run_key.seeded:
-            return release
-        return replace(release, digest=self._repeat.check(self.step, self.parameters.values()))
 
     def noise(self) -> NoiseSource:
         """The noise of the current step."""
@@ -524,8 +466,7 @@ class PrivacyEngine:
             )
         sampler = self._batch.check(harvest)
         self._check_views(harvest)
-        ledger = self._open()
-        self._budget.check(ledger.header, ledger.releases, self.step, sampler)
+        self.book.check_budget(self.step, sampler)
         return sampler
 
     def _check_views(self, harvest: Harvest) -> None:
@@ -538,23 +479,6 @@ class PrivacyEngine:
                 f"as if they were one. Give the model all {ticket.drawn * self.views} rows: "
                 "torch.stack(views, dim=1).flatten(0, 1)."
             )
-
-    def note_release(self, release: Release, *, digest_follows: bool = False) -> None:
-        """Write a release down, before anything is made of it.
-
-        Where its digest is still to be computed on a GPU, it is written when the ledger is next looked at: by then
-        :meth:`give_digest` was called, or the step was broken off and is counted without one.
-        """
-        ledger = self._open()
-        if digest_follows:
-            self._awaited = AwaitedRelease(release)
-        else:
-            ledger.append(release)
-
-    def give_digest(self, digest: Tensor) -> None:
-        """The digest of the release noted last; on a GPU, which goes on meanwhile."""
-        if self._awaited is not None:
-            self._awaited.give(digest)
 
     def take_step(self, harvest: Harvest) -> None:
         """The step's release is noted: make ready for the next."""
@@ -602,7 +526,7 @@ class PrivacyEngine:
     @property
     def is_set_up(self) -> bool:
         """Whether make_private was called."""
-        return self._ledger is not None
+        return self._book is not None
 
     @property
     def is_sharded(self) -> bool:
@@ -653,10 +577,6 @@ class PrivacyEngine:
         finally:
             clipper.loss_reduction, clipper.padding = before, None
 
-    def has_been_released(self, step: int) -> bool:
-        """Whether this seeded run has released the step before: it must then repeat itself bit for bit."""
-        return self._repeat.knows(step)
-
     def release_gathered(self, harvest: Harvest) -> None:
         """Noise on gradients that a captured pass has left, and its record."""
         self._noise_and_record(harvest)
@@ -682,25 +602,24 @@ class PrivacyEngine:
     # ---- what is known of the run
 
     @property
+    def book(self) -> Book:
+        """Where releases are written down."""
+        if self._book is None:
+            raise ConfigError("the engine has no run yet: call make_private first.")
+        return self._book
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.book.ledger
+
+    @property
     def header(self) -> RunHeader:
-        return self._open().header
+        return self.ledger.header
 
     @property
     def releases(self) -> tuple[Release, ...]:
         """Every release so far, those of an earlier process of the same run included."""
-        return tuple(self._open().releases)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._open()
-
-    def _open(self) -> Ledger:
-        if self._ledger is None:
-            raise ConfigError("the engine has no run yet: call make_private first.")
-        if self._awaited is not None:
-            awaited, self._awaited = self._awaited, None
-            self._ledger.append(awaited.read())
-        return self._ledger
+        return tuple(self.ledger.releases)
 
     @property
     def largest_norms(self) -> dict[str, float]:
@@ -715,8 +634,8 @@ class PrivacyEngine:
 
     def commit(self) -> None:
         """Bring the ledger to disk; called by itself before weights or statements are handed out."""
-        if self._ledger is not None:
-            self._open().commit()
+        if self._book is not None:
+            self.ledger.commit()
 
     def statement(self) -> Statement:
         """What is proved, what is only as published, what is not covered; ``print`` it."""
@@ -731,7 +650,7 @@ class PrivacyEngine:
         Holds no seed and no generator state.
         """
         self.commit()
-        ledger = self._open()
+        ledger = self.ledger
         rule = self.rule.state_dict() if self.plan.strategy.is_private else {}
         return {"step": self.step, "ledger_length": ledger.length, "ledger_head": ledger.head, "rule": rule}
 
@@ -743,8 +662,7 @@ class PrivacyEngine:
         if not self._run_key.seeded:
             # Steps already released may come again: with a new key, noise and samples are independent of theirs.
             self._run_key = SecretKey().told(self.ranks.from_first)
-        self._repeat = RepeatGuard(self._open().releases, self._digest)
-        self._budget.reconsider()
+        self.book.go_on()
         if self._clipper is not None:
             self.rule.load_state_dict(state["rule"])
             self._clipper.whitening = self.rule.whitening
@@ -753,8 +671,8 @@ class PrivacyEngine:
 
     def close(self, reason: str = "finished") -> None:
         """Note the end of the run in the ledger, and detach."""
-        if self._ledger is not None and self._ledger.is_open:
-            self._ledger.end(reason)
+        if self._book is not None:
+            self._book.end(reason)
         self.detach()
 
     def detach(self) -> None:
@@ -765,22 +683,3 @@ class PrivacyEngine:
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
-
-
-def _commit(ledger: Ledger) -> None:
-    """At exit: a strong reference, so that an engine that was collected leaves nothing unwritten."""
-    if ledger.path is not None and ledger.path.exists():
-        ledger.commit()
-
-
-def _deliver_shard(parameter: nn.Parameter, total: Tensor) -> None:
-    """The clipped sum of a parameter that is cut over processes."""
-    found = sharding.added_up(parameter, total)
-    parameter.grad = found if parameter.grad is None else parameter.grad + found
-
-
-class _Undo:
-    """Among the handles of an engine: what is called when it lets go of the model."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.remove = undo

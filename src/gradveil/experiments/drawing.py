@@ -58,3 +58,12 @@ def line(ax: Any, place: int, x: Sequence[float], y: Sequence[float], label: str
     """The place-th line of a figure: its own colour and marker."""
     look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
     ax.plot(x, y, label=label, **({"markersize": 4.5, "linewidth": 1.3} | look | style))
+
+
+def enlarge(ax: Any, points: Sequence[tuple[float, float]], *, height: float = 0.04) -> None:
+    """Only those near the highest are in sight: at most ``height`` below it."""
+    top = max(y for _, y in points)
+    near = [(x, y) for x, y in points if y >= top - height]
+    for values, limit in (([x for x, _ in near], ax.set_xlim), ([y for _, y in near], ax.set_ylim)):
+        margin = 0.1 * (max(values) - min(values)) or 0.05 * abs(top) or 1.0
+        limit(min(values) - margin, max(values) + margin)

@@ -12,7 +12,7 @@ from typing import Any
 from gradveil.experiments import adaptive_clipping, noise_decay_target, sensitivity, starting_bounds
 from gradveil.experiments.cells import Cell
 from gradveil.experiments.compare import Report, Table
-from gradveil.experiments.drawing import COLOURS, MARKERS, panels
+from gradveil.experiments.drawing import COLOURS, MARKERS, enlarge, panels
 from gradveil.experiments.experiment import Experiment, Found, Row, proved
 from gradveil.experiments.noise_decay import CLIP, dataset
 from gradveil.experiments.plan import Plan
@@ -85,21 +85,18 @@ def report(plan: Plan, found: Found) -> Report:
             ]
         )
     path = found.folder / "triangle.svg"
-    with panels(path, 1, width=6.2, height=3.8) as (ax,):
-        for place, (label, (accuracy, psnr, epsilon)) in enumerate(points.items()):
-            ax.plot(
-                [psnr],
-                [accuracy],
-                linestyle="",
-                markersize=8,
-                color=COLOURS[place % len(COLOURS)],
-                marker=MARKERS[place % len(MARKERS)],
-                markerfacecolor="none" if epsilon == "infinite" else COLOURS[place % len(COLOURS)],
-                label=label,
-            )
-        ax.set_xlabel("what the attack gets back: PSNR of map, dB (to the left: less leaks)")
-        ax.set_ylabel("test accuracy")
-        ax.set_title(f"{dataset(plan)}: filled, a finite epsilon is proved; hollow, none is", loc="left")
+    with panels(path, 2, width=4.4, height=3.6) as (whole, near):
+        for ax in (whole, near):
+            for place, (label, (accuracy, psnr, epsilon)) in enumerate(points.items()):
+                colour = COLOURS[place % len(COLOURS)]
+                look = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "markersize": 8}
+                hollow = {"markerfacecolor": "none"} if epsilon == "infinite" else {}
+                ax.plot([psnr], [accuracy], linestyle="", label=label, **look, **hollow)
+            ax.set_xlabel("what the attack gets back: PSNR of map, dB")
+        whole.set_ylabel("test accuracy")
+        whole.set_title(f"{dataset(plan)}: filled, a finite epsilon is proved; hollow, none is", loc="left")
+        near.set_title("enlarged; to the left: less leaks", loc="left")
+        enlarge(near, [(psnr, accuracy) for label, (accuracy, psnr, _) in points.items() if label != "non-private"])
     head = [
         "strategy",
         "accuracy",

@@ -1,0 +1,117 @@
+"""The book of a run: its ledger, and what follows from what stands in it.
+
+A release is written down before anything is made of it. Those that are there decide whether another may follow (the
+budget), and what it must be where a step is taken again.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from gradveil import ledger as ledgers
+from gradveil.errors import RunDirectoryError
+from gradveil.guards import AwaitedRelease, BudgetGuard, RepeatGuard
+from gradveil.ledger import Ledger
+from gradveil.ranks import Ranks
+from gradveil.records import Release, RunHeader
+
+Digest = Callable[[list[Tensor]], str]
+"""Of the gradients of a release."""
+
+
+class Book:
+    def __init__(self, ledger: Ledger, *, budget: BudgetGuard, digest: Digest) -> None:
+        self._ledger, self.budget, self._digest = ledger, budget, digest
+        self._repeat = RepeatGuard(ledger.releases, digest)
+        self._awaited: AwaitedRelease | None = None
+        atexit.register(_commit, ledger)
+
+    @classmethod
+    def open(
+        cls, header: RunHeader, run_dir: Path | None, *, resume: bool, ranks: Ranks, budget: BudgetGuard, digest: Digest
+    ) -> Book:
+        """A new one, or that of a run which goes on; refused where the plan would overspend."""
+        budget.check_plan(header)
+        ranks.check_same("the run", header.salt)
+        here: list[Ledger] = []
+
+        def begin() -> tuple[RunHeader, tuple[Release, ...]]:
+            here.append(_begun(header, run_dir, resume=resume))
+            return here[0].header, tuple(here[0].releases)
+
+        kept = ranks.from_first(begin)
+        # The first rank's is on disk; the others go along in memory.
+        return cls(here[0] if here else Ledger.beside(*kept), budget=budget, digest=digest)
+
+    @property
+    def ledger(self) -> Ledger:
+        if self._awaited is not None:
+            awaited, self._awaited = self._awaited, None
+            self._ledger.append(awaited.read())
+        return self._ledger
+
+    def check_budget(self, step: int, sampler: str) -> None:
+        """Refuse a step that would overspend."""
+        ledger = self.ledger
+        self.budget.check(ledger.header, ledger.releases, step, sampler)
+
+    def knows(self, step: int) -> bool:
+        """Whether this seeded run has released the step before: it must then repeat itself bit for bit."""
+        return self._repeat.knows(step)
+
+    def compared(self, release: Release, parameters: Iterable[nn.Parameter]) -> Release:
+        """The release of gradients that are noised, with their digest in a seeded run.
+
+        Refused where the step was released before and is another now.
+        """
+        if not self._ledger.header.seeded:
+            return release
+        return replace(release, digest=self._repeat.check(release.step, parameters))
+
+    def note(self, release: Release, *, digest_follows: bool = False) -> None:
+        """Write a release down, before anything is made of it.
+
+        Where its digest is still to be computed on a GPU, it is written when the ledger is next looked at: by then
+        :meth:`give_digest` was called, or the step was broken off and is counted without one.
+        """
+        ledger = self.ledger
+        if digest_follows:
+            self._awaited = AwaitedRelease(release)
+        else:
+            ledger.append(release)
+
+    def give_digest(self, digest: Tensor) -> None:
+        """The digest of the release noted last; on a GPU, which goes on meanwhile."""
+        if self._awaited is not None:
+            self._awaited.give(digest)
+
+    def go_on(self) -> None:
+        """From a checkpoint: what was released after it counts, and comes again."""
+        self._repeat = RepeatGuard(self.ledger.releases, self._digest)
+        self.budget.reconsider()
+
+    def end(self, reason: str) -> None:
+        if self._ledger.is_open:
+            self.ledger.end(reason)
+
+
+def _begun(header: RunHeader, run_dir: Path | None, *, resume: bool) -> Ledger:
+    if run_dir is None:
+        return Ledger(header)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"{run_dir} cannot be made: {error.strerror}. Give another one.") from None
+    path = run_dir / ledgers.FILE_NAME
+    return Ledger.resume(path, header) if resume else Ledger(header, path)
+
+
+def _commit(ledger: Ledger) -> None:
+    """At exit: a strong reference, so that an engine that was collected leaves nothing unwritten."""
+    if ledger.path is not None and ledger.path.exists():
+        ledger.commit()
