@@ -78,7 +78,8 @@ def report(plan: Plan, found: Found) -> Report:
     text = "dyn-s-sigma is more accurate than the baseline, quantile clipping and AdaClip"
     note = (
         "dyn-s-sigma: sigma decays exponentially from 6, and its accuracy is that at the step where MA has counted "
-        "what the baseline spends in all. Times are of short runs with nothing beside them, as in the experiment time."
+        f"what the baseline spends in all. Times are of short runs with nothing beside them, on {plan.device}, as in "
+        "the experiment time."
     )
     tables = [Table.of("Accuracy and cost beside adaptive clipping, C = 4, sigma = 6", entries, note)]
     claim = Claim.judged("adaptive clipping 1", text, held, "; ".join(said))

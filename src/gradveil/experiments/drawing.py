@@ -55,8 +55,9 @@ def panels(
 
 
 def line(ax: Any, place: int, x: Sequence[float], y: Sequence[float], label: str, **style: Any) -> None:
-    """The place-th line of a figure: its own colour and marker."""
+    """The place-th line of a figure: its own colour and marker; dashed where a colour comes again."""
     look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+    look["linestyle"] = "-" if place < len(COLOURS) else "--"
     ax.plot(x, y, label=label, **({"markersize": 4.5, "linewidth": 1.3} | look | style))
 
 

@@ -18,7 +18,7 @@ from gradveil.accounting import Setting, Target, calibrate_sigma
 from gradveil.data import CATALOGUE
 from gradveil.experiments.cells import Cell
 from gradveil.experiments.compare import Claim, Report, Table
-from gradveil.experiments.drawing import line, panels
+from gradveil.experiments.drawing import enlarge, line, panels
 from gradveil.experiments.experiment import Experiment, Found, share
 from gradveil.experiments.plan import Plan
 from gradveil.strategies import SIGMA_END_RATIO
@@ -109,8 +109,8 @@ def report(plan: Plan, found: Found) -> Report:
                 rows.append([dataset, f"{epsilon:g}", strategy, *figures, others or "-"])
     path = found.folder / "equal-epsilon.svg"
     sets = list(dict.fromkeys(dataset for dataset, _ in best))
-    with panels(path, len(sets), width=5.0, height=3.2) as axes:
-        for ax, dataset in zip(axes, sets, strict=True):
+    with panels(path, 2 * len(sets), width=4.2, height=3.2, most=2) as axes:
+        for ax, dataset, near in zip(axes, (n for n in sets for _ in range(2)), (False, True) * len(sets), strict=True):
             for place, strategy in enumerate(STRATEGIES):
                 points = [(e, by[strategy]) for (name, e), by in best.items() if name == dataset]
                 line(ax, place, [e for e, _ in points], [a for _, a in points], strategy)
@@ -119,7 +119,10 @@ def report(plan: Plan, found: Found) -> Report:
             ax.minorticks_off()
             ax.set_xlabel("proved epsilon (add or remove one, delta = 1e-5)")
             ax.set_ylabel("test accuracy")
-            ax.set_title(dataset, loc="left")
+            ax.set_title(f"{dataset}, enlarged" if near else dataset, loc="left")
+            if near:
+                all_of = [(e, a) for (name, e), by in best.items() if name == dataset for a in by.values()]
+                enlarge(ax, all_of)
     head = ["set", "target", "strategy", "accuracy", "proved epsilon", "learning rate", "sigma_0", "other rates"]
     note = (
         "Proved epsilon: of the run's ledger, by PLD, add or remove one, delta = 1e-5. The learning rate is the best "
