@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil import ledger as ledgers
-from gradveil.errors import BudgetExhausted, PrivacyViolation, RunDirectoryError
+from gradveil.errors import BudgetExhausted, LedgerError, PrivacyViolation, RunDirectoryError
+from gradveil.guards import AwaitedRelease
 from loops import run, start, weights
 
 
@@ -98,6 +99,19 @@ import gc; gc.collect()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "run" / "ledger.jsonl").read_text().count("\n") == 4
+
+
+def test_a_release_whose_digest_is_still_computed_is_written_at_exit(tmp_path):
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from dataclasses import replace
+from test_book import start, step_once
+engine, model, opt, loader = start(run_dir={str(tmp_path / "run")!r}, steps=3, seed=1)
+step_once(model, opt, loader)
+engine.book.note(replace(engine.releases[0], step=1, digest=None), digest_follows=True)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert [r.step for r in ledgers.read(tmp_path / "run" / "ledger.jsonl").releases] == [0, 1]
 
 
 def test_a_resumed_run_with_layers_of_another_size_is_refused(tmp_path):
@@ -189,3 +203,62 @@ def test_a_step_that_was_broken_off_before_its_digest_is_counted_without_one():
     step_once(model, opt, loader)
     engine.book.note(replace(engine.releases[0], step=1, digest=None), digest_follows=True)
     assert [r.digest is not None for r in engine.releases] == [True, False]
+
+
+def taken_up_again(path, state, kept, **settings):
+    """A run resumed by another process, from a checkpoint of its first step."""
+    engine, model, opt, loader = start(run_dir=path, resume=True, sigma=50.0, **settings)
+    model.load_state_dict(kept)
+    engine.load_state_dict(state)
+    return engine, model, opt, loader
+
+
+def test_a_seeded_run_goes_on_without_its_seed_with_new_noise_on_steps_released_before(tmp_path):
+    path = tmp_path / "run"
+    engine, model, opt, loader = start(run_dir=path, seed=1, sigma=50.0)
+    state, kept = engine.state_dict(), copy.deepcopy(model.state_dict())
+    step_once(model, opt, loader)
+    first = released(model)
+    engine.detach()
+    again, model, opt, loader = taken_up_again(path, state, kept)
+    step_once(model, opt, loader)
+    assert not torch.equal(released(model), first)
+    assert [(r.step, r.digest is not None) for r in again.releases] == [(0, True), (0, False)]
+
+
+def test_a_run_without_a_seed_that_goes_on_with_one_is_held_to_what_it_released_by_it(tmp_path):
+    path = tmp_path / "run"
+    engine, model, _, _ = start(run_dir=path, sigma=50.0)
+    state, kept = engine.state_dict(), copy.deepcopy(model.state_dict())
+    engine.detach()
+    first, model, opt, loader = taken_up_again(path, state, kept, seed=5)
+    step_once(model, opt, loader)
+    assert first.releases[0].digest
+    first.detach()
+    other = {name: value + 0.1 for name, value in kept.items()}
+    _, model, opt, loader = taken_up_again(path, state, other, seed=5)
+    with pytest.raises(PrivacyViolation, match="does not repeat itself bit for bit"):
+        step_once(model, opt, loader)
+
+
+def test_nothing_is_noted_after_the_end():
+    engine, model, opt, loader = start(steps=3, seed=1)
+    step_once(model, opt, loader)
+    engine.close()
+    with pytest.raises(LedgerError, match="ended"):
+        engine.book.note(replace(engine.releases[0], step=1), digest_follows=True)
+
+
+def test_a_release_whose_digest_cannot_be_waited_for_stays_to_be_written(monkeypatch):
+    engine, model, opt, loader = start(steps=3, seed=1)
+    step_once(model, opt, loader)
+    engine.book.note(replace(engine.releases[0], step=1, digest=None), digest_follows=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(AwaitedRelease, "read", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.commit()
+    assert [r.step for r in engine.releases] == [0, 1]
+
+
+def _interrupted(self):
+    raise KeyboardInterrupt

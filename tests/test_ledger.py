@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,24 @@ def test_a_ledger_that_another_process_wrote_to_is_not_written_to(path: Path) ->
         first.commit()
     assert path.read_bytes() == before
     assert ledgers.read(path).head == second.head
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("strategy", {"strategy": "dyn-s-decay"}),
+        ("groups", {"groups": 3}),
+        ("steps", {"steps": 21}),
+        ("plan", {"sigma": 6.5}),
+    ],
+)
+def test_a_ledger_is_not_resumed_under_other_settings(path: Path, field: str, change: dict[str, Any]) -> None:
+    header = make_header()
+    write(path, header, 3)
+    before = path.read_bytes()
+    with pytest.raises(RunDirectoryError, match=field):
+        Ledger.resume(path, make_header(**change))
+    assert path.read_bytes() == before
 
 
 # ---- on disk before anything is handed out

@@ -10,7 +10,7 @@ import pytest
 
 from gradveil import ledger as ledgers
 from gradveil.accounting import proved_epsilon, statement
-from gradveil.errors import LedgerError, RunDirectoryError
+from gradveil.errors import LedgerError
 from gradveil.ledger import Ledger
 from gradveil.rundir import RunDirectory
 from made_ledgers import COUNTS, live_engine, make_header, make_release, take_steps, write
@@ -331,21 +331,3 @@ def test_a_half_written_line_stays_charged_when_the_repair_is_cut_short(
         with pytest.raises(KeyboardInterrupt):
             Ledger.resume(path, header)
     assert len(ledgers.read(path).charged()) == 4
-
-
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("strategy", {"strategy": "dyn-s-decay"}),
-        ("groups", {"groups": 3}),
-        ("steps", {"steps": 21}),
-        ("plan", {"sigma": 6.5}),
-    ],
-)
-def test_a_ledger_is_not_resumed_under_other_settings(path: Path, field: str, change: dict[str, Any]) -> None:
-    header = make_header()
-    write(path, header, 3)
-    before = path.read_bytes()
-    with pytest.raises(RunDirectoryError, match=field):
-        Ledger.resume(path, make_header(**change))
-    assert path.read_bytes() == before

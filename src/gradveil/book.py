@@ -25,15 +25,26 @@ Digest = Callable[[list[Tensor]], str]
 
 
 class Book:
-    def __init__(self, ledger: Ledger, *, budget: BudgetGuard, digest: Digest) -> None:
-        self._ledger, self.budget, self._digest = ledger, budget, digest
+    """Kept by whoever takes part in the run, until the process ends: what is not written by then is written then."""
+
+    def __init__(self, ledger: Ledger, *, budget: BudgetGuard, digest: Digest, seeded: bool) -> None:
+        """``seeded``: by the key in use now, which need not be that of the process which began the run."""
+        self._ledger, self.budget, self._digest, self._seeded = ledger, budget, digest, seeded
         self._repeat = RepeatGuard(ledger.releases, digest)
         self._awaited: AwaitedRelease | None = None
-        atexit.register(_commit, ledger)
+        atexit.register(self._write_the_rest)
 
     @classmethod
     def open(
-        cls, header: RunHeader, run_dir: Path | None, *, resume: bool, ranks: Ranks, budget: BudgetGuard, digest: Digest
+        cls,
+        header: RunHeader,
+        run_dir: Path | None,
+        *,
+        resume: bool,
+        ranks: Ranks,
+        budget: BudgetGuard,
+        digest: Digest,
+        seeded: bool,
     ) -> Book:
         """A new one, or that of a run which goes on; refused where the plan would overspend."""
         budget.check_plan(header)
@@ -46,13 +57,14 @@ class Book:
 
         kept = ranks.from_first(begin)
         # The first rank's is on disk; the others go along in memory.
-        return cls(here[0] if here else Ledger.beside(*kept), budget=budget, digest=digest)
+        ledger = here[0] if here else Ledger.beside(*kept)
+        return cls(ledger, budget=budget, digest=digest, seeded=seeded)
 
     @property
     def ledger(self) -> Ledger:
         if self._awaited is not None:
-            awaited, self._awaited = self._awaited, None
-            self._ledger.append(awaited.read())
+            self._ledger.append(self._awaited.read())
+            self._awaited = None  # only now: whoever breaks in between has it counted twice, not never
         return self._ledger
 
     def check_budget(self, step: int, sampler: str) -> None:
@@ -69,7 +81,7 @@ class Book:
 
         Refused where the step was released before and is another now.
         """
-        if not self._ledger.header.seeded:
+        if not self._seeded:
             return release
         return replace(release, digest=self._repeat.check(release.step, parameters))
 
@@ -80,7 +92,7 @@ class Book:
         :meth:`give_digest` was called, or the step was broken off and is counted without one.
         """
         ledger = self.ledger
-        if digest_follows:
+        if digest_follows and ledger.is_open:
             self._awaited = AwaitedRelease(release)
         else:
             ledger.append(release)
@@ -99,6 +111,11 @@ class Book:
         if self._ledger.is_open:
             self.ledger.end(reason)
 
+    def _write_the_rest(self) -> None:
+        """At exit, for an engine that was collected, or left in the middle of a loop."""
+        if self._ledger.path is not None and self._ledger.path.exists():
+            self.ledger.commit()
+
 
 def _begun(header: RunHeader, run_dir: Path | None, *, resume: bool) -> Ledger:
     if run_dir is None:
@@ -109,9 +126,3 @@ def _begun(header: RunHeader, run_dir: Path | None, *, resume: bool) -> Ledger:
         raise RunDirectoryError(f"{run_dir} cannot be made: {error.strerror}. Give another one.") from None
     path = run_dir / ledgers.FILE_NAME
     return Ledger.resume(path, header) if resume else Ledger(header, path)
-
-
-def _commit(ledger: Ledger) -> None:
-    """At exit: a strong reference, so that an engine that was collected leaves nothing unwritten."""
-    if ledger.path is not None and ledger.path.exists():
-        ledger.commit()

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -285,6 +286,7 @@ class PrivacyEngine:
         return int(self.ranks.highest([here], torch.empty(0))[0])
 
     def _join(self, given: nn.Module) -> None:
+        """Where there are several ranks: the same key on all, and the model one of several."""
         if not self._key.seeded:
             self._key = self._key.told(self.ranks.from_first)
         self.ranks.check_same("the seed", self._key.device_seed("same on all ranks").__repr__())
@@ -339,13 +341,10 @@ class PrivacyEngine:
             resume=self._resume,
             ranks=self.ranks,
             budget=BudgetGuard(self.budget, self.plan, len(self.groups), side, published=published),
-            digest=self._digest,
+            digest=partial(_digest, self.ranks if self._sharded else None),
+            seeded=self._key.seeded,
         )
         self._run_key = self._key.bound_to(self._book.ledger.header.salt)
-
-    def _digest(self, grads: list[Tensor]) -> str:
-        here = fingerprint([sharding.local(grad) for grad in grads])
-        return self.ranks.digest(here) if self._sharded else here
 
     # ---- the loop
 
@@ -683,3 +682,9 @@ class PrivacyEngine:
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
+
+
+def _digest(ranks: processes.Ranks | None, grads: list[Tensor]) -> str:
+    """Of gradients; ``ranks`` where each has a part of them. No method: a book outlives its engine."""
+    here = fingerprint([sharding.local(grad) for grad in grads])
+    return here if ranks is None else ranks.digest(here)

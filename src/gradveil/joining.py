@@ -35,12 +35,12 @@ def is_cut(module: nn.Module, strategy: Strategy) -> bool:
     return True
 
 
-def join(given: nn.Module, ranks: Ranks) -> list[Any]:
+def join(model: nn.Module, ranks: Ranks) -> list[Any]:
     """Make the model, wrapped in DistributedDataParallel or not, one of several; what takes that back."""
-    module = processes.unwrapped(given)
+    module = processes.unwrapped(model)
     ranks.copy_first(module)
-    if isinstance(given, DistributedDataParallel):
-        processes.silence(given)
+    if isinstance(model, DistributedDataParallel):
+        processes.silence(model)
     handles: list[Any] = [
         module.register_forward_pre_hook(ModelHook(lambda module, *_: processes.silence_active(module)))
     ]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours; a marker and a dash beside each, for print without colours.
+# Okabe and Ito's colours; a marker beside each, for print without colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 STYLE: Any = {
@@ -65,6 +65,12 @@ def enlarge(ax: Any, points: Sequence[tuple[float, float]], *, height: float = 0
     """Only those near the highest are in sight: at most ``height`` below it."""
     top = max(y for _, y in points)
     near = [(x, y) for x, y in points if y >= top - height]
-    for values, limit in (([x for x, _ in near], ax.set_xlim), ([y for _, y in near], ax.set_ylim)):
-        margin = 0.1 * (max(values) - min(values)) or 0.05 * abs(top) or 1.0
-        limit(min(values) - margin, max(values) + margin)
+    ax.set_ylim(*_widened([y for _, y in near]))
+    if ax.get_xscale() != "log":  # of which all stays in sight
+        ax.set_xlim(*_widened([x for x, _ in near]))
+
+
+def _widened(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    margin = 0.1 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin

@@ -79,10 +79,10 @@ def cells(plan: Plan) -> list[Cell]:
     ]
 
 
-def _named(lr: float, tried: tuple[float, ...]) -> str:
+def _rate_with_its_end(lr: float, tried: tuple[float, ...]) -> str:
     """A rate at the end of the grid says so: the best may lie beyond it.
 
-    >>> _named(0.1, (0.05, 0.1, 0.2)), _named(0.2, (0.05, 0.1, 0.2))
+    >>> _rate_with_its_end(0.1, (0.05, 0.1, 0.2)), _rate_with_its_end(0.2, (0.05, 0.1, 0.2))
     ('0.1', '0.2, the largest')
     """
     ends = {min(tried): ", the smallest", max(tried): ", the largest"} if len(tried) > 1 else {}
@@ -105,7 +105,7 @@ def report(plan: Plan, found: Found) -> Report:
                 best.setdefault((dataset, epsilon), {})[strategy] = accuracy
                 others = ", ".join(f"{rate:g}: {mean:.4f}" for rate, (mean, _) in tried.items() if rate != lr)
                 sigma = results[0]["settings"]["sigma"]
-                figures = [f"{accuracy:.4f}", f"{spent:.4f}", _named(lr, rates(plan)), f"{sigma:.3f}"]
+                figures = [f"{accuracy:.4f}", f"{spent:.4f}", _rate_with_its_end(lr, rates(plan)), f"{sigma:.3f}"]
                 rows.append([dataset, f"{epsilon:g}", strategy, *figures, others or "-"])
     path = found.folder / "equal-epsilon.svg"
     sets = list(dict.fromkeys(dataset for dataset, _ in best))
@@ -126,8 +126,8 @@ def report(plan: Plan, found: Found) -> Report:
     head = ["set", "target", "strategy", "accuracy", "proved epsilon", "learning rate", "sigma_0", "other rates"]
     note = (
         "Proved epsilon: of the run's ledger, by PLD, add or remove one, delta = 1e-5. The learning rate is the best "
-        "of the grid by test accuracy; choosing it is not charged. Where it is the largest tried, a larger one may be "
-        "better still. Runs are of a quarter of the paper's steps."
+        "of the grid by test accuracy; choosing it is not charged. Where it is at an end of the grid, one beyond it "
+        "may be better still. Runs are of a quarter of the paper's steps."
     )
     tables = [Table(title="Accuracy at equal proved epsilon", head=head, rows=rows, note=note)]
     wins = [max(by, key=by.__getitem__) not in ("baseline",) for by in best.values()]
