@@ -97,6 +97,23 @@ def recipes() -> str:
     return _table(["", "proved epsilon", "accuracy", "spread", "the paper's best"], rows)
 
 
+def steps_beside() -> str:
+    """What a private step costs on the CPU, here and elsewhere: from the cheapest workload to the dearest."""
+    data = _load("speed_cpu")
+    if data is None:
+        return ABSENT
+    all_rows = [workload["rows"] for workload in data["workloads"].values()]
+    ours = [rows["gradveil per-layer"]["ratio"] for rows in all_rows]
+    theirs = [[row["ratio"] for mode, row in rows.items() if mode.startswith("opacus")] for rows in all_rows]
+    jax = [rows["jax-privacy"]["ratio"] / rows["jax sgd"]["ratio"] for rows in all_rows if "jax-privacy" in rows]
+    said = [f"A private step on the CPU takes {min(ours):.1f} to {max(ours):.1f} plain ones"]
+    if best := [min(ratios) for ratios in theirs if ratios]:
+        said.append(f"the best of Opacus's modes {min(best):.1f} to {max(best):.1f}")
+    if jax:
+        said.append(f"JAX-Privacy {min(jax):.1f} to {max(jax):.1f} of JAX's own")
+    return ", ".join(said) + f" ({len(all_rows)} workloads)."
+
+
 # ---- docs/performance.md
 
 
@@ -428,6 +445,7 @@ def figure(name: str, what: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "mnist_full_length": mnist_full_length,
     "recipes": recipes,
+    "steps_beside": steps_beside,
     "ranks_cpu": ranks,
     "gpt2": gpt2,
     "cost_model": cost_model,
