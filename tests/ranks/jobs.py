@@ -46,6 +46,8 @@ def _rank(rank: int, count: int, port: int, folder: Path, job: Callable[..., Any
     dist.init_process_group("gloo", rank=rank, world_size=count)
     try:
         torch.save(job(*arguments), folder / f"{rank}.pt")
+        if job is left_alone:
+            os._exit(0)  # gloo sometimes aborts where a group that has lost a member is taken down
     except Exception:
         traceback.print_exc()
         raise
