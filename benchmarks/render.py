@@ -13,58 +13,22 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+import speed_tables
+from speed_tables import machine, steps_beside
+from tables import ABSENT, RESULTS, ROOT, load, table
+
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
     "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
     "docs/recipes.md", "docs/scaling.md",
 )  # fmt: skip
-ABSENT = "not measured yet"
-
-OURS = {  # mode -> heading
-    "gradveil per-layer": "per layer",
-    "gradveil flat": "flat",
-    "gradveil per-layer, pure PyTorch": "per layer, no compiled kernels",
-}
-PEERS = {
-    "opacus hooks": "Opacus hooks",
-    "opacus functorch": "Opacus functorch",
-    "opacus ew": "Opacus expanded weights",
-    "opacus ghost": "Opacus ghost",
-    "jax sgd": "JAX, plain SGD",
-    "jax-privacy": "JAX-Privacy",
-}
-CAPTURED = {"gradveil per-layer, captured": "per layer", "gradveil flat, captured": "flat"}
-LAST = {"sgd, channels_last": "plain SGD", "gradveil per-layer, channels_last": "per layer"}
-
-
-def _load(name: str) -> dict[str, Any] | None:
-    path = RESULTS / f"{name}.json"
-    return dict(json.loads(path.read_text())) if path.exists() else None
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
-
-
-def _present(data: dict[str, Any], modes: dict[str, str]) -> dict[str, str]:
-    return {m: label for m, label in modes.items() if any(m in w["rows"] for w in data["workloads"].values())}
-
-
-def _workload(name: str, workload: dict[str, Any]) -> str:
-    return f"{name}, {workload['what']}, batch {workload['batch']}"
-
-
 # ---- README.md
 
 
 def mnist_full_length() -> str:
-    data = _load("mnist_full_length")
+    data = load("mnist_full_length")
     if data is None:
         return ABSENT
     rows = []
@@ -80,12 +44,12 @@ def mnist_full_length() -> str:
                 f"{summary['seconds_per_step_median']:.4f}",
             ]
         )
-    return _table(["run", "accuracy", "proved epsilon", "MA, as published", "seconds per step"], rows)
+    return table(["run", "accuracy", "proved epsilon", "MA, as published", "seconds per step"], rows)
 
 
 def recipes() -> str:
     """Accuracy at a proved epsilon, and the command for it."""
-    data = _load("reproduction/proved-accuracy")
+    data = load("reproduction/proved-accuracy")
     if data is None:
         return ABSENT
     rows = []
@@ -94,151 +58,7 @@ def recipes() -> str:
         paper = "-" if told is None else f"{told:.3f} at .823, not proved"
         command = f"`gradveil train --recipe {entry['recipe']}`"
         rows.append([command, beside["proved epsilon"], f"{entry['mean']:.4f}", f"{entry['spread']:.4f}", paper])
-    return _table(["", "proved epsilon", "accuracy", "spread", "the paper's best"], rows)
-
-
-def steps_beside() -> str:
-    """What a private step costs on the CPU, here and elsewhere: from the cheapest workload to the dearest."""
-    data = _load("speed_cpu")
-    if data is None:
-        return ABSENT
-    all_rows = [workload["rows"] for workload in data["workloads"].values()]
-    ours = [rows["gradveil per-layer"]["ratio"] for rows in all_rows]
-    theirs = [[row["ratio"] for mode, row in rows.items() if mode.startswith("opacus")] for rows in all_rows]
-    jax = [rows["jax-privacy"]["ratio"] / rows["jax sgd"]["ratio"] for rows in all_rows if "jax-privacy" in rows]
-    said = [f"A private step on the CPU takes {min(ours):.1f} to {max(ours):.1f} plain ones"]
-    if best := [min(ratios) for ratios in theirs if ratios]:
-        said.append(f"the best of Opacus's modes {min(best):.1f} to {max(best):.1f}")
-    if jax:
-        said.append(f"JAX-Privacy {min(jax):.1f} to {max(jax):.1f} of JAX's own")
-    return ", ".join(said) + f" ({len(all_rows)} workloads)."
-
-
-# ---- docs/performance.md
-
-
-def machine(name: str) -> str:
-    """Where the figures of a results file come from."""
-    data = _load(name)
-    if data is None:
-        return ABSENT
-    versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
-    return f"{data['machine']}. {versions}. {data['clipping']}. `{data['command']}`"
-
-
-def speed(name: str, modes: dict[str, str]) -> str:
-    """Ratios to a plain step, with the quartiles of the private one; and what did not run."""
-    data = _load(name)
-    if data is None:
-        return ABSENT
-    shown = _present(data, modes)
-    rows = []
-    for key, workload in data["workloads"].items():
-        base = workload["rows"]["sgd"]["median_ms"]
-        cells = [_workload(key, workload), f"{base:.2f}"]
-        rows.append(cells + [_ratio(workload["rows"].get(mode), base) for mode in shown])
-    return _table(["", "plain SGD, ms", *shown.values()], rows) + _not_run(data, modes)
-
-
-def _ratio(row: dict[str, Any] | None, base: float) -> str:
-    if row is None:
-        return "-"
-    low, high = (q / base for q in row["quartiles_ms"])
-    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
-
-
-def _to_base(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {"ratio": row["ratio_to_base"]}
-
-
-def _not_run(data: dict[str, Any], modes: dict[str, str]) -> str:
-    """One line for each reason, in the peer's own words."""
-    reasons: dict[str, list[str]] = {}
-    for key, workload in data["workloads"].items():
-        for mode, reason in workload["failed"].items():
-            if mode in modes:
-                reasons.setdefault(reason.removeprefix("left out: "), []).append(f"{key} {modes[mode]}")
-    lines = [f"- {', '.join(who)}: {reason}" for reason, who in reasons.items()]
-    return "\n\nNot run:\n\n" + "\n".join(lines) if lines else ""
-
-
-def channels_last(name: str) -> str:
-    """Both plain baselines, and the private step beside each."""
-    data = _load(name)
-    if data is None:
-        return ABSENT
-    plain, private = LAST
-    rows = []
-    for key, workload in data["workloads"].items():
-        found = workload["rows"]
-        if plain in found and private in found:
-            base, last, mine = found["sgd"]["median_ms"], found[plain]["median_ms"], found[private]["median_ms"]
-            cells = [f"{base:.2f}", f"{last:.2f}", f"{mine:.2f}", f"{mine / last:.2f}", f"{mine / base:.2f}"]
-            rows.append([_workload(key, workload), *cells])
-    head = ["", "plain SGD, ms", "plain SGD in channels_last, ms", "private in channels_last, ms"]
-    return _table([*head, "private / plain in channels_last", "private / plain"], rows) if rows else ABSENT
-
-
-def captured(name: str) -> str:
-    """Graph beside graph, and the captured private step beside an eager plain one and the best of Opacus."""
-    data = _load(name)
-    if data is None:
-        return ABSENT
-    shown = _present(data, CAPTURED)
-    if not shown:
-        return ABSENT
-    rows = []
-    for key, workload in data["workloads"].items():
-        found = workload["rows"]
-        if "sgd, captured" not in found:
-            continue
-        base = found["sgd, captured"]["median_ms"]
-        cells = [_workload(key, workload), f"{base:.3f}"]
-        cells += [_ratio(_to_base(found[mode]) if mode in found else None, base) for mode in shown]
-        mine = found["gradveil per-layer, captured"]["median_ms"]
-        peers = [row["median_ms"] for mode, row in found.items() if mode.startswith("opacus")]
-        cells += [f"{found['sgd']['median_ms'] / mine:.1f}", f"{min(peers) / mine:.1f}" if peers else "-"]
-        rows.append(cells)
-    head = ["", "plain SGD captured, ms", *(f"{label}, captured / captured" for label in shown.values())]
-    return _table([*head, "times faster than eager plain SGD", "times faster than the best of Opacus"], rows)
-
-
-def memory(name: str) -> str:
-    data = _load(name)
-    if data is None:
-        return ABSENT
-    shown = _present(data, OURS | PEERS)
-    measured = {m for w in data["workloads"].values() for m, r in w["rows"].items() if r["peak_bytes"] is not None}
-    shown = {m: label for m, label in shown.items() if m in measured}
-    if "sgd" not in measured:
-        return str(data.get("memory", ABSENT))
-    rows = []
-    for key, workload in data["workloads"].items():
-        base = workload["rows"]["sgd"]["peak_bytes"]
-        peaks = [workload["rows"].get(m, {}).get("peak_bytes") for m in shown]
-        cells = [_workload(key, workload), f"{base / 1e6:.1f}"]
-        rows.append(cells + [f"{p / base:.2f}" if p is not None and base else "-" for p in peaks])
-    what = data.get("memory")
-    told = f"\n\nMemory here is the {what}." if what else ""
-    return _table(["", "plain SGD, MB", *shown.values()], rows) + told
-
-
-def scaling(name: str) -> str:
-    data = _load(name)
-    if data is None:
-        return ABSENT
-    rows = []
-    for series in data["series"].values():
-        first, last = series["points"][0], series["points"][-1]
-        ratios = [
-            last["modes"][m]["median_ms"] / last["modes"]["sgd"]["median_ms"]
-            for m in ("gradveil per-layer", "gradveil flat")
-        ]
-        sizes = f"{first['at']} to {last['at']} {'examples' if series['axis'] == 'batch' else 'layers'}"
-        slopes = ["-" if s is None else f"{s:.2f}" for s in series["slopes"].values()]
-        rows.append([series["what"], sizes, *slopes, *(f"{r:.2f}" for r in ratios)])
-    head = ["", "sizes", "slope, plain SGD", "slope, per layer", "slope, flat"]
-    return _table([*head, "per layer / plain at the largest", "flat / plain at the largest"], rows)
+    return table(["", "proved epsilon", "accuracy", "spread", "the paper's best"], rows)
 
 
 # ---- docs/attacks.md
@@ -246,7 +66,7 @@ def scaling(name: str) -> str:
 
 def leakage(name: str) -> str:
     """One row for each data set and strategy; both attacks beside the best guess and the bound."""
-    data = _load(name)
+    data = load(name)
     if data is None:
         return ABSENT
     rows = []
@@ -271,11 +91,11 @@ def leakage(name: str) -> str:
         ]
         rows.append(cells)
     head = ["set", "strategy", "cpl, dB", "succeeds", "map, dB", "succeeds", "best guess, dB", "SSIM", "found again"]
-    return _table([*head, "labels", "iterations to 30 dB", "the paper's ASR of cpl", "bound on success"], rows)
+    return table([*head, "labels", "iterations to 30 dB", "the paper's ASR of cpl", "bound on success"], rows)
 
 
 def leakage_speed(name: str) -> str:
-    data = _load(name)
+    data = load(name)
     if data is None or "speed" not in data:
         return ABSENT
     found = data["speed"]
@@ -291,7 +111,7 @@ def leakage_speed(name: str) -> str:
 
 def reproduced(name: str) -> str:
     """One experiment: how it was run, its tables, its figure."""
-    data = _load(f"reproduction/{name}")
+    data = load(f"reproduction/{name}")
     if data is None:
         return ABSENT
     versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
@@ -303,17 +123,17 @@ def reproduced(name: str) -> str:
     told += f"{'; '.join(data['machines'])}."
     told += f" {versions}." + (f" Learning rate {rates}." if rates else "")
     told += f" Seeds {', '.join(map(str, data['seeds']))}." if data["seeds"] else ""
-    parts = [told, *(_experiment_table(table) for table in data["tables"])]
+    parts = [told, *(_experiment_table(found) for found in data["tables"])]
     drawn = [f"reproduction_{name}.{suffix}" for suffix in ("svg", "png")]
     parts += [f"![{data['title']}](figures/{file})" for file in drawn if (FIGURES / file).exists()]
     return "\n\n".join(parts)
 
 
-def _experiment_table(table: dict[str, Any]) -> str:
-    shown = _table(table["head"], table["rows"]) + (f"\n\n{table['note']}" if table["note"] else "")
-    if table["folded"]:
-        return f"<details>\n<summary>{table['title']}</summary>\n\n{shown}\n\n</details>"
-    return f"**{table['title']}**\n\n{shown}"
+def _experiment_table(found: dict[str, Any]) -> str:
+    shown = table(found["head"], found["rows"]) + (f"\n\n{found['note']}" if found["note"] else "")
+    if found["folded"]:
+        return f"<details>\n<summary>{found['title']}</summary>\n\n{shown}\n\n</details>"
+    return f"**{found['title']}**\n\n{shown}"
 
 
 def claims() -> str:
@@ -323,7 +143,7 @@ def claims() -> str:
         data = json.loads(path.read_text())
         where = " (CPU)" if path.stem.endswith("-cpu") else ""  # one experiment on two machines
         rows += [[c["name"] + where, c["text"], c["verdict"], c["evidence"]] for c in data["claims"]]
-    return _table(["", "claim", "here", "figures"], rows) if rows else ABSENT
+    return table(["", "claim", "here", "figures"], rows) if rows else ABSENT
 
 
 # ---- docs/scaling.md
@@ -331,7 +151,7 @@ def claims() -> str:
 
 def ranks() -> str:
     """Throughput over processes."""
-    data = _load("ranks_cpu")
+    data = load("ranks_cpu")
     if data is None:
         return ABSENT
     rows = [
@@ -350,12 +170,12 @@ def ranks() -> str:
         f"{data['steps']} steps, median of {data['rounds']} rounds; `{data['machine']['command']}`. Ideal: the "
         f"throughput of one process times their number, up to the {data['cores']} cores."
     )
-    return f"{told}\n\n{_table(head, rows)}"
+    return f"{told}\n\n{table(head, rows)}"
 
 
 def gpt2() -> str:
     """A private step of GPT-2 beside a plain one."""
-    data = _load("gpt2_cuda")
+    data = load("gpt2_cuda")
     if data is None:
         return ABSENT
     rows = []
@@ -369,12 +189,12 @@ def gpt2() -> str:
         f"{data['machine']['machine']}; batch {data['batch']}, {data['length']} tokens, "
         f"{'bfloat16 autocast' if data['bf16'] else 'float32'}; `{data['machine']['command']}`."
     )
-    return f"{told}\n\n{_table(['', 'mode', 'ms per step', 'over plain', 'peak memory over plain'], rows)}"
+    return f"{told}\n\n{table(['', 'mode', 'ms per step', 'over plain', 'peak memory over plain'], rows)}"
 
 
 def audit_bounds() -> str:
     """The audit's bounds on a mechanism whose epsilon is known."""
-    data = _load("audit_bounds")
+    data = load("audit_bounds")
     if data is None:
         return ABSENT
     told = f"{data['bits']} bits, delta {data['delta']:g}, {data['seeds']} seeds; `{data['machine']['command']}`."
@@ -383,7 +203,7 @@ def audit_bounds() -> str:
         [f"{r['sigma']:g}", f"{r['truth']:.2f}", r["bound"], f"{r['median']:.2f}", f"{r['low']:.2f}", str(r["above"])]
         for r in data["rows"]
     ]
-    return f"{told}\n\n{_table(head, rows)}"
+    return f"{told}\n\n{table(head, rows)}"
 
 
 def features_tried() -> str:
@@ -405,11 +225,11 @@ def features_tried() -> str:
     runs = sum(len({key.partition("/")[2] for key in line["accuracy"]}) for line in lines)
     head = ["set", "features", "epsilon", "batch x steps", "other than usual", "best accuracy", "at learning rate"]
     said = f"{lines[0]['machine']}; {runs} runs, one seed; `python benchmarks/try_features.py --dataset SET`."
-    return f"{said}\n\n{_table(head, rows)}"
+    return f"{said}\n\n{table(head, rows)}"
 
 
 def cost_model() -> str:
-    data = _load("cost_model")
+    data = load("cost_model")
     if data is None:
         return ABSENT
     a = data["assumptions"]
@@ -435,7 +255,7 @@ def cost_model() -> str:
         f"\n- {row['processes']} processes: predicted {row['predicted']:.3f} s a step, measured {row['measured']:.3f}"
         for row in data.get("held_against", [])
     )
-    return f"{told}\n\n{_table(head, rows)}\n\nThe same model, held against the measurement above:\n{held}"
+    return f"{told}\n\n{table(head, rows)}\n\nThe same model, held against the measurement above:\n{held}"
 
 
 def figure(name: str, what: str) -> str:
@@ -467,14 +287,14 @@ for _device in ("cpu", "cuda"):
     _s, _g = f"speed_{_device}", f"scaling_{_device}"
     TABLES |= {
         f"machine_{_s}": lambda s=_s: machine(s),
-        _s: lambda s=_s: speed(s, OURS),
-        f"peers_{_device}": lambda s=_s: speed(s, PEERS),
-        f"channels_last_{_device}": lambda s=_s: channels_last(s),
-        f"memory_{_device}": lambda s=_s: memory(s),
-        f"captured_{_device}": lambda s=_s: captured(s),
+        _s: lambda s=_s: speed_tables.speed(s, speed_tables.OURS),
+        f"peers_{_device}": lambda s=_s: speed_tables.speed(s, speed_tables.PEERS),
+        f"channels_last_{_device}": lambda s=_s: speed_tables.channels_last(s),
+        f"memory_{_device}": lambda s=_s: speed_tables.memory(s),
+        f"captured_{_device}": lambda s=_s: speed_tables.captured(s),
         f"figure_{_s}": lambda s=_s: figure(s, "One step in units of a plain SGD step, by workload and mode"),
         f"machine_{_g}": lambda g=_g: machine(g),
-        _g: lambda g=_g: scaling(g),
+        _g: lambda g=_g: speed_tables.scaling(g),
         f"figure_{_g}": lambda g=_g: figure(g, "Milliseconds of a step by batch and by depth"),
     }
 

@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 from gradveil.engine import PrivacyEngine
 from gradveil.ledger import Ledger
 from gradveil.records import Release, RunHeader, SideRelease
+from gradveil.schedules import from_dict
 from gradveil.strategies import parameters
+from made_records import release_at
 
 COUNTS = SideRelease(name="within-bound counts", values=(1.25, -7.5e-3), sensitivity=2**-0.5, noise_std=15.0)
 
@@ -38,25 +40,11 @@ def make_header(strategy: str = "baseline", *, steps: int = 20, groups: int = 2,
 
 def make_release(header: RunHeader, step: int, **changes: Any) -> Release:
     """The release that the header's plan makes at ``step``."""
-    from gradveil.schedules import from_dict
-
-    groups = len(header.groups)
     clip, sigma = from_dict(header.plan["clip"])(step), from_dict(header.plan["sigma"])(step)
     if header.plan["fixed_variance"]:
         sigma = header.plan["varsigma"] / clip
-    settings: dict[str, Any] = {
-        "step": step,
-        "sampler": header.sampling,
-        "sample_rate": header.sample_rate,
-        "expected_batch_size": header.expected_batch_size,
-        "clip": (clip,) * groups,
-        "sensitivity_rule": header.plan["sensitivity_rule"],
-        "sensitivity": (clip,) * groups,
-        "sigma": sigma,
-        "noise_std": (sigma * clip,) * groups,
-        "scale_is_public": True,
-    }
-    return Release(**settings | changes)
+    rule = {"sensitivity_rule": header.plan["sensitivity_rule"]}
+    return release_at(header, step, **{"sigma": sigma, "clip": clip} | rule | changes)
 
 
 def write(path: Path, header: RunHeader, count: int, *, first: int = 0, **changes: Any) -> Ledger:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
@@ -33,30 +33,25 @@ def test_the_readmes_table_of_strategies_is_the_real_one():
         assert rows[name].startswith(words[strategies.get(name).guarantee]), name
 
 
-def renderer():
-    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def renderer(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("render")
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md"])
-def test_the_documents_figures_come_from_the_results_files(name):
-    module = renderer()
-    assert name in module.DOCUMENTS
+def test_the_documents_figures_come_from_the_results_files(name, renderer):
+    assert name in renderer.DOCUMENTS
     text = (ROOT / name).read_text()
     assert "<!-- begin " in text
-    assert module.rendered(text) == text, "run: python benchmarks/render.py"
+    assert renderer.rendered(text) == text, "run: python benchmarks/render.py"
 
 
-def test_a_document_renders_without_results_and_with_them(tmp_path, monkeypatch):
-    module = renderer()
+def test_a_document_renders_without_results_and_with_them(tmp_path, monkeypatch, renderer):
     text = (ROOT / "docs" / "performance.md").read_text()
-    monkeypatch.setattr(module, "FIGURES", tmp_path)
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
-    empty = module.rendered(text)
+    monkeypatch.setattr(renderer, "FIGURES", tmp_path)
+    monkeypatch.setattr("tables.RESULTS", tmp_path)
+    empty = renderer.rendered(text)
     assert empty.count("not measured yet") + empty.count("not drawn yet") == empty.count("<!-- begin ")
 
     def row(ms, base="sgd"):
@@ -71,7 +66,7 @@ def test_a_document_renders_without_results_and_with_them(tmp_path, monkeypatch)
     points = [{"at": n, "modes": modes} for n in (1, 4)]
     series = {"what": "a stack", "axis": "layers", "slopes": dict.fromkeys(modes, 1.0), "points": points}
     (tmp_path / "scaling_cpu.json").write_text(json.dumps({**told, "series": {"s": series}}))
-    full = module.rendered(text)
+    full = renderer.rendered(text)
     assert "| W1, a net, batch 3 | 2.00 | 1.25 (1.25 to 1.25) |" in full
     assert "| W1, a net, batch 3 | 2.00 | 1.00 | 1.50 | 1.50 | 0.75 |" in full
     assert "- W1 Opacus expanded weights: RuntimeError: no" in full

@@ -9,32 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from gradveil import augment, data, features, models
+from gradveil import augment, checkpoints, data, features, models
 from gradveil import ranks as processes
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
 from gradveil.captured import capture
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
+from gradveil.environment import captures, environment
 from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError
 from gradveil.inputs import Inputs, computed_ahead, device_of, inputs_of
-from gradveil.kernels import cuda as kernels
-from gradveil.kernels import native
 from gradveil.ledger import Contents
 from gradveil.randomness import SecretKey
 from gradveil.ranks import joined
@@ -120,7 +114,7 @@ def train(
             run = RunDirectory.create(run_dir)
             if seed is not None:
                 run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: not without it
-            write_whole(run.environment, json.dumps(_environment(config, command), indent=1).encode())
+            write_whole(run.environment, json.dumps(environment(config, command), indent=1).encode())
             write_whole(run.config, config.to_toml().encode())
             return run
 
@@ -487,50 +481,18 @@ class _Session:
 
     # ---- checkpoints
 
+    @property
+    def _kept(self) -> tuple[PrivacyEngine, nn.Module, torch.optim.Optimizer, nn.Module | None]:
+        return self.engine, self.model, self.optimizer, None if self.average is None else self.average.module
+
     def _save(self) -> None:
-        state = self.engine.state_dict()  # commits the ledger
-        tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        tensors |= {f"rule.{k}": v for k, v in state.pop("rule").items()}
-        if self.average is not None:
-            tensors |= {f"average.{k}": v for k, v in self.average.module.state_dict().items()}
-        scalars: dict[str, Any] = {}
-        for index, slots in self.optimizer.state_dict()["state"].items():
-            for slot, value in slots.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{slot}"] = value
-                else:
-                    scalars[f"{index}.{slot}"] = value
-        whole = safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in tensors.items()})
-        facts = {
-            **state,
-            "config_digest": self.config.digest(),
-            "optimizer": scalars,
-            "gradveil": __version__,
-        }
+        whole, facts = checkpoints.pack(*self._kept)
+        facts |= {"config_digest": self.config.digest(), "gradveil": __version__}
         if self.ranks.is_first:
-            self.run.save_checkpoint(int(state["step"]), whole, facts)
+            self.run.save_checkpoint(int(facts["step"]), whole, facts)
 
     def _load(self, whole: bytes, facts: Mapping[str, Any]) -> None:
-        tensors = safetensors.torch.load(whole)
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "rule": {}, "optimizer": {}}
-        for key, value in tensors.items():
-            part, _, name = key.partition(".")
-            parts[part][name] = value
-        try:
-            self.model.load_state_dict(parts["model"])
-            if self.average is not None:
-                self.average.module.load_state_dict(parts["average"])
-        except RuntimeError as error:
-            raise RunDirectoryError(f"the checkpoint is of another model: {error}") from None
-        slots: dict[int, dict[str, Any]] = {}
-        for name, tensor in parts["optimizer"].items():
-            index, _, slot = name.partition(".")
-            slots.setdefault(int(index), {})[slot] = tensor
-        for name, scalar in facts["optimizer"].items():
-            index, _, slot = name.partition(".")
-            slots.setdefault(int(index), {})[slot] = scalar
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": slots})
-        self.engine.load_state_dict({**facts, "rule": parts["rule"]})
+        checkpoints.unpack(whole, facts, *self._kept)
 
 
 def _check_provable(config: RunConfig, plan: Parameters) -> None:
@@ -547,48 +509,3 @@ def _check_provable(config: RunConfig, plan: Parameters) -> None:
         f"epsilon = {config.epsilon:g} was asked for, but {why}. Choose a proved strategy (gradveil strategies lists "
         "them) and Poisson sampling, or give sigma instead of epsilon."
     )
-
-
-def captures() -> bool:
-    """Whether steps on a GPU are captured as CUDA graphs; GRADVEIL_CAPTURE=0 runs them eagerly."""
-    return os.environ.get("GRADVEIL_CAPTURE", "1") != "0"
-
-
-def _cuda_status() -> str:
-    return f"{kernels.status()}, {'captured' if captures() else 'eager'}"
-
-
-def _environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
-    import dp_accounting
-    import scipy
-
-    cuda = config.device.startswith("cuda")
-    return {
-        "gradveil": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "dp_accounting": getattr(dp_accounting, "__version__", "unknown"),
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "clipping": _cuda_status() if cuda else native.status(),
-        "command": without_seed(command or sys.argv),
-    }
-
-
-def without_seed(command: Sequence[str]) -> list[str]:
-    """A command line with the value of --seed taken out: whoever knows the seed can take the noise off.
-
-    >>> without_seed(["gradveil", "train", "--seed", "7", "--lr=1"])
-    ['gradveil', 'train', '--seed', '(kept in secret.json)', '--lr=1']
-    """
-    kept: list[str] = []
-    for word in command:
-        if kept and kept[-1] == "--seed":
-            kept.append("(kept in secret.json)")
-        elif word.startswith("--seed="):
-            kept.append("--seed=(kept in secret.json)")
-        else:
-            kept.append(word)
-    return kept

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradveil.records import Release, RunHeader, SideRelease
 from gradveil.schedules import Constant
+from made_records import release_at
 
 
 def make_header(**changes: Any) -> RunHeader:
@@ -33,20 +34,7 @@ def make_header(**changes: Any) -> RunHeader:
 
 
 def make_release(header: RunHeader, step: int, *, sigma: float = 6.0, clip: float = 4.0, **changes: Any) -> Release:
-    groups = len(header.groups)
-    settings: dict[str, Any] = {
-        "step": step,
-        "sampler": header.sampling,
-        "sample_rate": header.sample_rate,
-        "expected_batch_size": header.expected_batch_size,
-        "clip": (clip,) * groups,
-        "sensitivity_rule": "clip",
-        "sensitivity": (clip,) * groups,
-        "sigma": sigma,
-        "noise_std": (sigma * clip,) * groups,
-        "scale_is_public": True,
-    }
-    return Release(**{**settings, **changes})
+    return release_at(header, step, sigma=sigma, clip=clip, **changes)
 
 
 def make_run(

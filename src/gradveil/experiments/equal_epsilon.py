@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from gradveil import strategies
@@ -110,7 +111,7 @@ def report(plan: Plan, found: Found) -> Report:
     path = found.folder / "equal-epsilon.svg"
     sets = list(dict.fromkeys(dataset for dataset, _ in best))
     with panels(path, 2 * len(sets), width=4.2, height=3.2, most=2) as axes:
-        for ax, dataset, near in zip(axes, (n for n in sets for _ in range(2)), (False, True) * len(sets), strict=True):
+        for ax, (dataset, near) in zip(axes, product(sets, (False, True)), strict=True):
             for place, strategy in enumerate(STRATEGIES):
                 points = [(e, by[strategy]) for (name, e), by in best.items() if name == dataset]
                 line(ax, place, [e for e, _ in points], [a for _, a in points], strategy)
