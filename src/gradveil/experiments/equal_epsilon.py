@@ -36,7 +36,7 @@ def epsilons(plan: Plan) -> tuple[float, ...]:
 def rates(plan: Plan) -> tuple[float, ...]:
     if plan.lr is not None:
         return (plan.lr,)
-    return (0.05, 0.1, 0.2) if plan.scale == "full" else (0.1, 0.2)
+    return (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if plan.scale == "full" else (0.1, 0.2)
 
 
 @lru_cache
