@@ -13,8 +13,9 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
 
 Noise on the CPU comes from ChaCha12 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
 normal values by Box-Muller. Without the compiled kernels it comes from numpy: SFC64, which is statistically
-sound but no cipher, its whole state derived from the key for every block of 65536 values, and Box-Muller; the values
-of a step are one sequence over all its tensors, for the smallest of them would pay for a block of its own.
+sound but no cipher, its whole state derived from the key for every block of 262144 values, and Box-Muller; the values
+of a step are one sequence over all its tensors, for the smallest of them would pay for a block of its own. One thread
+draws them: torch's idle threads spin for a while, and numpy's would have to share their cores with them.
 Either way a value is a function of its place alone, so the result does not depend on the number of threads;
 but the two differ, and a seeded run repeats only with the generator it began with. :func:`cpu_generator` names
 the one in use. (A redone step with other noise is refused like any that is not the same bit for bit.)
@@ -30,9 +31,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -123,10 +122,23 @@ def _own_bits() -> tuple[np.random.SFC64, Any]:
     return _of_thread.bits, _of_thread.state
 
 
-_BLOCK = 1 << 16
-_PART = 1 << 14
-_FEW_BLOCKS = 8  # whole ones; below, waking threads (which torch's may keep from running) takes longer than drawing
+_BLOCK = 1 << 18  # values of one stream
+_LEAST_PART, _MOST_PART = 1 << 14, 1 << 16
 _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
+
+
+def _part_at(place: int) -> range:
+    """The places that are drawn together with this one: few at the start of a sequence, for small models; then many.
+
+    >>> _part_at(0), _part_at(20000), _part_at(40000)
+    (range(0, 16384), range(16384, 32768), range(32768, 65536))
+    >>> _part_at(70000) == _part_at(131071) == range(65536, 131072)
+    True
+    """
+    if place < _LEAST_PART:
+        return range(_LEAST_PART)
+    size = min(_MOST_PART, 1 << place.bit_length() - 1)
+    return range(place // size * size, (place // size + 1) * size)
 
 
 def _plain(grad: torch.Tensor) -> bool:
@@ -134,37 +146,28 @@ def _plain(grad: torch.Tensor) -> bool:
     return grad.is_cpu and (grad.dtype == torch.float32 or grad.dtype == torch.float64) and grad.is_contiguous()
 
 
-@lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="gradveil-noise")
-
-
 def cpu_generator() -> str:
     """The generator of noise on the CPU: a seeded run repeats bit for bit only with the same one."""
-    return "numpy: SFC64, Box-Muller" if native.kernels() is None else "native: ChaCha12, Box-Muller"
+    return "numpy: SFC64, Box-Muller, parts of 65536" if native.kernels() is None else "native: ChaCha12, Box-Muller"
 
 
 def _box_muller(bits: Any, out: np.ndarray[Any, Any]) -> None:
-    """Fill ``out`` with N(0, 1), a part at a time that stays in the cache."""
-    for start in range(0, len(out), _PART):
-        _box_muller_part(bits, out[start : start + _PART])
-
-
-def _box_muller_part(bits: Any, out: np.ndarray[Any, Any]) -> None:
-    """As :func:`_box_muller`, in a third of the ziggurat's time: every operation is on whole vectors.
+    """Fill ``out``, of even length, with N(0, 1), in a third of the ziggurat's time: all is done on whole vectors.
 
     u = (k + 1/2) / 2^31 from 31 bits (53 in float64): the radius sqrt(-2 log u) is at most 6.66 (8.57), and a float
     holds small u as finely as it should; next to u = 1 they are 2^-24 apart, so radii below 1e-3 lie on a grid.
     """
-    pairs = (len(out) + 1) // 2
+    pairs = len(out) // 2
+    radius, angle = out[:pairs], out[pairs:]
     if out.dtype == np.float32:
         words = bits.random_raw(pairs).view(np.uint32)
-        radius = (words[:pairs] >> np.uint32(1)).view(np.int32).astype(np.float32)
-        angle = words[pairs:].view(np.int32).astype(np.float32)
+        words[:pairs] >>= np.uint32(1)
+        radius[:], angle[:] = words[:pairs].view(np.int32), words[pairs:].view(np.int32)
         scale, turn = 2.0**-31, 2.0 * np.pi / 2**32
     else:
-        words = bits.random_raw(2 * pairs) >> np.uint64(11)
-        radius, angle = words[:pairs].astype(np.float64), words[pairs:].astype(np.float64)
+        words = bits.random_raw(2 * pairs)
+        words >>= np.uint64(11)
+        radius[:], angle[:] = words[:pairs], words[pairs:]
         scale, turn = 2.0**-53, 2.0 * np.pi / 2**53
     radius += out.dtype.type(0.5)
     radius *= out.dtype.type(scale)
@@ -172,9 +175,10 @@ def _box_muller_part(bits: Any, out: np.ndarray[Any, Any]) -> None:
     radius *= out.dtype.type(-2.0)
     np.sqrt(radius, out=radius)
     angle *= out.dtype.type(turn)
-    np.multiply(np.cos(angle), radius, out=out[:pairs])
+    cosine = np.cos(angle)
     np.sin(angle, out=angle)
-    np.multiply(angle[: len(out) - pairs], radius[: len(out) - pairs], out=out[pairs:])
+    angle *= radius
+    radius *= cosine
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,7 @@ class NoiseSource:
         self._step = step
         self._place = 0  # in the sequence of numpy's values
         self._wide = False  # whether the latest of them were in float64
+        self._part: tuple[range, Any, np.ndarray[Any, Any]] | None = None  # the last that was drawn by itself
         self._tensors = 0  # noised so far, by the kernel
         self._cipher_key: bytes | None = None
         self._side: np.random.Generator | None = None
@@ -353,29 +358,32 @@ class NoiseSource:
         return self._values(self._take(count, dtype), count, dtype)
 
     def _values(self, start: int, count: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-        """Values of the step's sequence. Each block has its own stream; as many threads draw as torch uses.
+        """Values of the step's sequence, for the caller to do with as he likes.
 
-        Whole parts of blocks are drawn: what a value is must not depend on what else is asked for.
+        Whole parts are drawn: what a value is must not depend on what else is asked for.
         """
-        wanted: Any = np.float64 if dtype == torch.float64 else np.float32
-        first = start // _PART * _PART
-        out = np.empty(-(-(start + count - first) // _PART) * _PART, dtype=wanted)
-        stop = first + len(out)
-        blocks = range(first // _BLOCK, -(-stop // _BLOCK))
+        wanted: Any = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+        part = _part_at(start)
+        if start + count <= part.stop:
+            if self._part is None or self._part[:2] != (part, wanted):
+                self._part = (part, wanted, self._parts(part, wanted))
+            return self._part[2][start - part.start : start - part.start + count].copy()
+        last = _part_at(start + count - 1)
+        return self._parts(range(part.start, last.stop), wanted)[start - part.start : start - part.start + count]
 
-        def fill(block: int) -> None:
-            begin, end = max(first, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
-            bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + block)
-            if passed := begin - block * _BLOCK:  # one word for two values in float32, one for each in float64
-                bits.random_raw(passed if wanted is np.float64 else passed // 2, output=False)
-            _box_muller(bits, out[begin - first : end - first])
-
-        if count < _FEW_BLOCKS * _BLOCK or torch.get_num_threads() < 2:
-            for block in blocks:
-                fill(block)
-        else:
-            list(_pool(torch.get_num_threads()).map(fill, blocks))
-        return out[start - first : start - first + count]
+    def _parts(self, places: range, wanted: Any) -> np.ndarray[Any, Any]:
+        """Some whole parts, one after the other. Each block has its own stream."""
+        out = np.empty(len(places), dtype=wanted)
+        place, bits = places.start, None
+        while place < places.stop:
+            if bits is None or place % _BLOCK == 0:
+                bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + place // _BLOCK)
+                if passed := place % _BLOCK:  # one word for two values in float32, one for each in float64
+                    bits.random_raw(passed if wanted == np.float64 else passed // 2, output=False)
+            end = _part_at(place).stop
+            _box_muller(bits, out[place - places.start : end - places.start])
+            place = end
+        return out
 
     def normals(self, count: int) -> list[float]:
         """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""

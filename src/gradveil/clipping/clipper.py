@@ -500,13 +500,13 @@ class Clipper:
             return found.sums
         if current.present is not None:
             return None  # the CPU's kernels know of no padding
-        native = use.native_clipped_sums(self._inside(group, torch.float32))
-        if native is None:
+        at_once = use.clipped_at_once(self._inside(group, torch.float32))
+        if at_once is None:
             return None
-        self.harvest.note(group, native.norms, native.weights, self.bounds[group])
-        if native.not_finite:
-            self._kept([native.weights], current, slice(None))
-        return native.sums
+        self.harvest.note(group, at_once.norms, at_once.weights, self.bounds[group])
+        if at_once.not_finite:
+            self._kept([at_once.weights], current, slice(None))
+        return at_once.sums
 
     def _inside(self, group: int, dtype: torch.dtype) -> float:
         """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""

@@ -103,8 +103,8 @@ class Use:
         )
         return self._in_order(sums)
 
-    def native_clipped_sums(self, bound: float) -> native.Clipped | None:
-        """Sums clipped to ``bound`` over all parameters together, by a kernel; None: no kernel."""
+    def clipped_at_once(self, bound: float) -> native.Clipped | None:
+        """On the CPU, sums clipped to ``bound`` over all parameters together, by a kernel; None: no short way."""
         return None
 
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:

@@ -118,11 +118,11 @@ class ConvGeometry:
 
 @dataclass(slots=True)
 class Clipped:
-    """What a kernel made of a batch: sums of clipped gradients, and of each example what it was clipped by."""
+    """What became of a batch: sums of clipped gradients, and of each example what it was clipped by."""
 
     sums: list[Tensor]  # of weight and bias, those that train
-    norms: Tensor  # (B,) float64, before clipping
-    weights: Tensor  # (B,) float64: min(1, bound / norm), 0 where the norm is not finite
+    norms: Tensor  # (B,) before clipping; float64 by a kernel
+    weights: Tensor  # (B,) min(1, bound / norm), 0 where the norm is not finite
     not_finite: int  # how many
 
 

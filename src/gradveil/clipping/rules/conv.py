@@ -295,7 +295,7 @@ class ConvUse(Use):
             return self.field.unsqueeze(2), self.map.unsqueeze(2)
         return self.field, self.map
 
-    def native_clipped_sums(self, bound: float) -> native.Clipped | None:
+    def clipped_at_once(self, bound: float) -> native.Clipped | None:
         geometry = self._geometry() if self.formula == "direct" else None
         kernels = native.kernels()
         if geometry is None or kernels is None:

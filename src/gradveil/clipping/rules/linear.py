@@ -44,6 +44,7 @@ def stays_half(g: Tensor) -> bool:
     return g.is_cuda and g.dtype in _HALVES and MULTIPLIES_HALVES and performance.settings().formula != "gram"
 
 
+_ONE = torch.tensor(1.0)
 _HALVES = (torch.bfloat16, torch.float16)
 MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
 
@@ -134,10 +135,10 @@ class LinearUse(Use):
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         return super().clipped_sums(weigh) if self.formula == "direct" else self._clipped_by_norms(weigh)
 
-    def native_clipped_sums(self, bound: float) -> native.Clipped | None:
+    def clipped_at_once(self, bound: float) -> native.Clipped | None:
         kernels = native.for_tensors(self.x, self.g)
         if kernels is None:
-            return None
+            return self._clipped_rank_one(bound) if self._is_plain_rank_one else None
         if self.positions == 1:
             found = kernels.rank_one_clip(self.x, self.g, weight=self.weight, bias=self.bias, bound=bound)
         elif self.weight and performance.settings().formula != "gram":
@@ -146,6 +147,25 @@ class LinearUse(Use):
             return None
         found.sums = self._in_order(found.sums)
         return found
+
+    @property
+    def _is_plain_rank_one(self) -> bool:
+        return self.positions == 1 and self.weight and self.x.dtype is torch.float32
+
+    def _clipped_rank_one(self, bound: float) -> native.Clipped:
+        """Norms, weights and sums in the fewest operations: a small layer feels each of them."""
+        x, g = self.x, self.g
+        lengths = torch.linalg.vector_norm(x, dim=1)
+        norms = torch.linalg.vector_norm(g, dim=1).mul_(torch.hypot(lengths, _ONE) if self.bias else lengths)
+        weights = norms.reciprocal().mul_(bound).clamp_(max=1.0)
+        lost = 0
+        if not weights.min().item() > 0.0:  # nor where it is nan
+            keep = weights.nan_to_num_(nan=0.0) > 0
+            lost = len(x) - int(keep.sum())
+            x, g = keep_rows(x, keep), keep_rows(g, keep)
+        scaled = g * weights.unsqueeze(1)
+        sums = [torch.mm(scaled.t(), x)] + ([scaled.sum(0)] if self.bias else [])
+        return native.Clipped(self._in_order(sums), norms, weights, lost)
 
 
 def products_of_halves(a: Tensor, b: Tensor, sum_of: Tensor | None) -> list[Tensor]:
