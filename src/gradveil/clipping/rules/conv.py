@@ -111,7 +111,7 @@ class ConvUse(Use):
         return [self._weight_in_order(found[0], (len(found[0]),)), *found[1:]] if self.weight else found
 
     def _gradients(self, rows: slice) -> list[Tensor]:
-        """Weight gradients as (b, O, -1), their elements in the order of the patches."""
+        """Weight gradients as (b, O, -1), or (b, G, -1, O/G); their elements in the order of the patches."""
         found = []
         if self.weight:
             map_ = self.map[rows]
@@ -123,8 +123,13 @@ class ConvUse(Use):
                 product = torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field))
             else:
                 patches = self._patches(field)  # (b, G, C/G K, L)
-                product = map_.reshape(b * self.groups, channels // self.groups, -1) @ patches.flatten(0, 1).mT
-            found.append(product.view(b, channels, -1))
+                maps = map_.reshape(b * self.groups, channels // self.groups, -1)
+                if self._outputs_last:
+                    product = patches.flatten(0, 1) @ maps.mT
+                else:
+                    product = maps @ patches.flatten(0, 1).mT
+            last = (self.groups, -1, channels // self.groups) if self._outputs_last else (channels, -1)
+            found.append(product.view(b, *last))
         return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
 
     def _weight_gradients(self, map_: Tensor, field: Tensor) -> Tensor:
@@ -139,10 +144,13 @@ class ConvUse(Use):
     def _weight_gradient(self, map_: Tensor, field: Tensor, groups: int) -> Tensor:
         """The ordinary gradient, of all examples given together."""
         shape = (map_.shape[1], field.shape[1] // groups, *self.kernel)
+        # Only the shape of the weight counts, but it would be copied if it were not contiguous.
+        reused = map_.dtype is torch.float32 and map_.is_cpu
+        stand_in = workspace.take(1, math.prod(shape)) if reused else map_.new_empty(1)
         found: Tensor = torch.ops.aten.convolution_backward(
             map_,
             field,
-            map_.new_empty(1).expand(shape),
+            stand_in.view(shape) if reused else stand_in.expand(shape),
             None,
             self.stride,
             self.padding,
@@ -152,6 +160,8 @@ class ConvUse(Use):
             groups,
             (False, True, False),
         )[1]
+        if reused:
+            workspace.give_back(stand_in)
         return found
 
     def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
@@ -160,9 +170,17 @@ class ConvUse(Use):
     def _weight_in_order(self, weight: Tensor, examples: tuple[int, ...]) -> Tensor:
         """(*examples, O, C/G, *kernel) from the order of the patches."""
         shape = (*examples, self.map.shape[1])
+        if self._outputs_last:
+            return weight.mT.reshape(*shape, -1, *self.kernel)
         if self._channels_inside:
             return weight.view(*shape, *self.kernel, -1).movedim(-1, len(shape))
         return weight.view(*shape, -1, *self.kernel)
+
+    @property
+    def _outputs_last(self) -> bool:
+        """Whether a product with patches has the outputs innermost: quicker on the CPU where they fill its vectors."""
+        by_patches = not self._by_convolution and not self._channels_inside
+        return by_patches and self.device.type == "cpu" and self.map.shape[1] // self.groups % _VECTOR == 0
 
     @property
     def _channels_inside(self) -> bool:
