@@ -28,7 +28,7 @@ def trials(sigma: float, bits: int, seed: int) -> Trials:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--bits", type=int, default=10_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
