@@ -14,6 +14,7 @@ are of medians. Peak memory is that of some steps above the level before the mod
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 import warnings
@@ -79,6 +80,7 @@ def prepare(w: Workload, device: str, modes: list[str], memory_too: bool) -> tup
     if cuda:
         MODES["sgd"].make(memory.SMALL, device)()  # what libraries allocate at first use is nobody's
     for name in modes:
+        gc.collect()  # what was left by others is let go now, and not while this mode is looked at
         before = torch.cuda.memory_allocated() if cuda else 0
         try:
             step = MODES[name].make(w, device)

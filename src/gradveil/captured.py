@@ -17,8 +17,9 @@ the first, masked entirely.
     finish   noise, and the optimizer's update where it can be captured
 
 A graph is a sequence of these: (first, finish) is the whole step of a batch that fits. Each piece runs eagerly a few
-times before a graph with it is captured. Strategies whose noise or bounds are learned from the batch (l2-max,
-quantile-clip, adaclip) finish eagerly: their release needs numbers on the host.
+times before a graph with it is captured. Where the release tells something of the batch itself (l2-max, quantile-clip,
+dyn-private) the host reads it in between, and (finish) is a graph by itself; where noise has a shape of its own
+(adaclip) the step finishes eagerly.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.bounds import ScheduledBounds
+from gradveil.bounds import WhitenedBounds
 from gradveil.clipping import Harvest
 from gradveil.clipping.passes import Padding
 from gradveil.errors import ConfigError
 from gradveil.kernels import cuda, graphs
 from gradveil.randomness import add_drawn_noise
-from gradveil.records import Release
+from gradveil.records import Release, SideRelease
 from gradveil.release import StepFacts, noise_scale, record
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class CapturedStep:
         begun = self._batch == this
         self._batch = None if last else this
         self._gathered.examples = count + (self._gathered.examples if begun else 0)
-        finishing = last and self._finish.prepare()
+        finishing = last and self._finish.prepare() == "at once"
         totals: list[Tensor] = []
         start = 0
         while start < count or not begun:
@@ -124,10 +125,11 @@ class CapturedStep:
             self._go((part, self._finish) if finishing and stop == count else (part,))
             totals.append(part.total if whole else part.total.clone())  # the next part may overwrite it
             start, begun = stop, True
-        if finishing and not totals:  # an empty last part of a batch that came in parts
+        # After an empty last part of a batch that came in parts, or when the batch was looked at.
+        if (finishing and not totals) or (last and not finishing and self._finish.look_at_batch()):
             self._go((self._finish,))
         if last:
-            self._finish.conclude(finishing)
+            self._finish.conclude()
         return _mean(totals, count) if totals else self._gathered.nothing.clone()
 
     def _go(self, pieces: tuple[_Piece, ...]) -> None:
@@ -205,6 +207,9 @@ class _Gathered(Harvest):
 
     def largest(self, group: int) -> float:
         return float(self._largest[group])
+
+    def largest_of_all(self) -> float:
+        return float(self._largest.max())
 
     def counts_within(self) -> list[int]:
         return [self.examples - int(count) for count in self._beyond.tolist()]
@@ -344,54 +349,97 @@ class _Finish(_Piece):
         self._table: tuple[Tensor, Tensor] | None = None  # where the gradients are: on the host, on the device
         self._own_table: Tensor | None = None  # of the graph about to be captured
         self._changes = 0
+        self._how = "eagerly"  # the current step finishes: see prepare
+        self._sampler = ""
         self._redone: Release | None = None
+        self._learned_from: tuple[tuple[SideRelease, ...], float] | None = None  # side releases and sigma
 
-    def prepare(self) -> bool:
-        """Before the last part: check the step, write it down, draw its noise.
+    def prepare(self) -> str:
+        """Before the last part: check the step, draw its noise and, where it is known, write its release down.
 
         The graph updates the weights, so its release is in the ledger before it runs: a run that is broken off in
-        between has counted too much, never too little. False where the batch must be looked at first.
+        between has counted too much, never too little. How the step finishes:
+
+            at once    with its last part, in one graph
+            by itself  after :meth:`look_at_batch`
+            again      as a step that was released before
+            eagerly    without a graph
         """
+        self._how = self._prepared()
+        return self._how
+
+    def _prepared(self) -> str:
         engine, plan = self.engine, self.engine.plan
         self._note_settings()
         if engine.ranks.several:
-            return False  # gradients are added up over the ranks first
+            return "eagerly"  # gradients are added up over the ranks first
         if not plan.strategy.is_private:
             self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.views))
-            return True
-        if not isinstance(engine.rule, ScheduledBounds) or plan.sensitivity_rule != "clip":
-            return False
-        sampler = engine.check_step(self.gathered)
-        bounds, rate, size = engine.rule.bounds(engine.step), engine.sampling.rate, float(engine.sampling.batch_size)
-        scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, {}, size))
-        release = record(engine.step, plan, scale, sampler=sampler, sample_rate=rate, batch_size=size)
-        self._set_scale(scale.stds[0])  # one schedule for all groups
+            return "at once"
+        if isinstance(engine.rule, WhitenedBounds):
+            return "eagerly"
+        self._sampler = engine.check_step(self.gathered)
         self._generator.manual_seed(engine.noise().device_seed(self.device))
         torch.randn(len(self._draw), device=self.device, generator=self._generator, out=self._draw)
+        if plan.sensitivity_rule != "clip" or engine.rule.counts_norms:
+            return "by itself"
+        return "at once" if self._write_down() else "again"
+
+    def look_at_batch(self) -> bool:
+        """After the last part: what the host reads of it, and the release. Whether the noise and update may follow."""
+        return self._how == "by itself" and self._write_down()
+
+    def _write_down(self) -> bool:
+        """The scale of the noise is set, and the release noted; False where it was released before."""
+        engine, plan = self.engine, self.engine.plan
+        rate, size = engine.sampling.rate, float(engine.sampling.batch_size)
+        grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
+        bounds = engine.rule.bounds(engine.step)
+        scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, grads, size))
+        side = engine.rule.side_releases(self.gathered, engine.noise())
+        release = record(engine.step, plan, scale, side=side, sampler=self._sampler, sample_rate=rate, batch_size=size)
+        self._set_stds(scale.stds)
+        self._learned_from = (side, scale.sigma)
         if engine.book.knows(engine.step):
             self._redone = release  # compared with what was released before, and only then used
             return False
         engine.book.note(release, digest_follows=engine.is_seeded)
         return True
 
-    def conclude(self, finished: bool) -> None:
+    def _set_stds(self, stds: Sequence[float]) -> None:
+        """Of the noise of each group."""
+        if len(set(stds)) == 1:
+            self._set_scale(stds[0])
+            return
+        parameters, groups = self.engine.parameters, self.engine.groups
+        sizes = [sum(parameters[name].numel() for name in group.parameters) for group in groups]
+        torch._foreach_mul_(list(self._draw.split(sizes)), list(stds))
+        self._set_scale(1.0)
+
+    def conclude(self) -> None:
         """After the last part: make ready for the next step, and do what was not captured."""
         engine = self.engine
         if self._redone is not None:
             self._redo(self._redone)
             return
-        if not finished:
+        if self._how == "eagerly":
             engine.release_gathered(self.gathered)
             engine.update()
             return
         if engine.plan.strategy.is_private:
             if self._digest is not None:
                 engine.book.give_digest(self._digest)
+            self._learn()
             engine.take_step(self.gathered)
         else:
             engine.count_plain_step()
         if not self._updates():
             engine.update()
+
+    def _learn(self) -> None:
+        assert self._learned_from is not None
+        side, sigma = self._learned_from
+        self.engine.rule.learn(side, {}, sigma, float(self.engine.sampling.batch_size))
 
     def _redo(self, release: Release) -> None:
         """A step that was released before, noised as a graph does it: it must be the same bit for bit."""
@@ -399,6 +447,7 @@ class _Finish(_Piece):
         with torch.no_grad():
             self._add_noise(self._gradients(), float(self.engine.sampling.batch_size))
         self.engine.book.note(self.engine.book.compared(release, self.engine.parameters.values()))
+        self._learn()
         self.engine.take_step(self.gathered)
         self.engine.update()
 
@@ -407,7 +456,7 @@ class _Finish(_Piece):
 
     def _set_scale(self, value: float) -> None:
         if value != self._set:
-            self._scale.copy_(torch.tensor(value, pin_memory=self._scale.is_cuda), non_blocking=True)
+            self._scale.fill_(value)
             self._set = value
 
     def work(self) -> None:

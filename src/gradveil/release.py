@@ -6,6 +6,7 @@ exactly what was used. Nothing else in the project adds noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,16 +52,17 @@ def _clip_bound(facts: StepFacts) -> tuple[float, ...]:
 
 def _largest_example(facts: StepFacts) -> tuple[float, ...]:
     """max over groups and examples of the clipped norm: the paper's text."""
-    largest = max(facts.harvest.largest(g) for g in range(len(facts.groups)))
-    return (largest,) * len(facts.groups)
+    return (facts.harvest.largest_of_all(),) * len(facts.groups)
 
 
 def _batch_gradient(facts: StepFacts) -> tuple[float, ...]:
     """max over groups of the norm of the mean clipped gradient: the comment in the paper's algorithm."""
-    squares = [sum(facts.grads[n].double().square().sum() for n in group.parameters) for group in facts.groups]
-    total = torch.stack(squares)  # type: ignore[arg-type]
-    norms = (total if facts.of_all is None else facts.of_all(total)).sqrt() / facts.batch_size
-    return (float(norms.max()),) * len(facts.groups)
+    names = [name for group in facts.groups for name in group.parameters]
+    norms = torch._foreach_norm([facts.grads[name] for name in names], 2.0, dtype=torch.float64)
+    squares = torch.stack(list(norms)).square()
+    of_parameter = iter((squares if facts.of_all is None else facts.of_all(squares)).tolist())  # read at once
+    of_group = [sum(next(of_parameter) for _ in group.parameters) for group in facts.groups]
+    return (math.sqrt(max(of_group)) / facts.batch_size,) * len(facts.groups)
 
 
 SENSITIVITY_RULES: dict[str, SensitivityRule] = {

@@ -128,6 +128,10 @@ class Harvest:
         found = self.largest_norm(group)
         return 0.0 if found is None else float(found)
 
+    def largest_of_all(self) -> float:
+        """The largest norm after clipping, of any group."""
+        return max(self.largest(group) for group in range(len(self._of_group)))
+
     def beyond(self, group: int) -> Tensor | None:
         """How many examples had a norm beyond the bound before clipping, on the device; None where none was noted."""
         found = [((norms > bound) & (weights > 0)).sum() for norms, weights, bound in self._noted(group)]

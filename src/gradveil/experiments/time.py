@@ -27,7 +27,7 @@ def cell(plan: Plan, dataset: str) -> Cell:
     if plan.scale == "full":  # a step of a CPU takes as long as its batch is large
         steps, warm_up, repeats = min(100, max(10, 6000 // length["batch_size"])), 1, 7
         if plan.device.startswith("cuda"):  # steps are captured after some, and the rarer graphs last
-            steps, warm_up, repeats = 150, 3, 3
+            steps, warm_up, repeats = (150, 3, 3) if length["batch_size"] >= 200 else (400, 1, 5)
     shared = {"dataset": dataset, "seed": 0, "device": plan.device, "repeats": repeats, "warm_up": warm_up}
     settings = [{k: v for k, v in row.settings.items() if v is not None} for row in ROWS]
     return Cell("time", {**shared, **length, "steps": steps, "rows": settings})
