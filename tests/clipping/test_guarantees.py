@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import gradveil
 from gradveil.clipping import Clipper, clipped_sums, make_groups
 from gradveil.errors import ConfigError, PrivacyViolation, UnknownNameError, UnsupportedModelError
+from gradveil.kernels import layers, native
 
 
 def attach(model, clipping="per-layer", bound=1.0, reduction="mean"):
@@ -42,6 +43,22 @@ def test_clipped_sum_has_bounded_norm(dtype, bound, magnitude, clipping, seed):
         named = dict(model.named_parameters())
         total = torch.sqrt(sum((named[n].grad.double() ** 2).sum() for n in group.parameters))
         assert float(total) <= bound
+    clipper.detach()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_a_long_row_of_equal_numbers_stays_within_its_bound(positions, clipping, compiled, monkeypatch):
+    """Added up one after the other in float32, their norm would come out lower by 1e-5 and more."""
+    if not compiled:
+        for module in (native, layers):
+            monkeypatch.setattr(module, "_load", lambda: (None, "left out by the test"))
+    model = nn.Linear(1_000_000, 1)
+    clipper = attach(model, clipping)
+    model(torch.full((1, positions, 1_000_000), 1.1)[:, 0 if positions == 1 else slice(None)]).sum().backward()
+    total = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
+    assert 0.9999 < total <= 1.0
     clipper.detach()
 
 

@@ -44,7 +44,6 @@ def stays_half(g: Tensor) -> bool:
     return g.is_cuda and g.dtype in _HALVES and MULTIPLIES_HALVES and performance.settings().formula != "gram"
 
 
-_ONE = torch.tensor(1.0)
 _HALVES = (torch.bfloat16, torch.float16)
 MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
 
@@ -153,10 +152,13 @@ class LinearUse(Use):
         return self.positions == 1 and self.weight and self.x.dtype is torch.float32
 
     def _clipped_rank_one(self, bound: float) -> native.Clipped:
-        """Norms, weights and sums in the fewest operations: a small layer feels each of them."""
+        """Norms, weights and sums in the fewest operations: a small layer feels each of them.
+
+        Not by torch.linalg.vector_norm: it adds up a long row one after the other, and the error leaves the margin.
+        """
         x, g = self.x, self.g
-        lengths = torch.linalg.vector_norm(x, dim=1)
-        norms = torch.linalg.vector_norm(g, dim=1).mul_(torch.hypot(lengths, _ONE) if self.bias else lengths)
+        lengths = torch.linalg.vecdot(x, x)
+        norms = torch.linalg.vecdot(g, g).mul_(lengths.add_(1.0) if self.bias else lengths).sqrt_()
         weights = norms.reciprocal().mul_(bound).clamp_(max=1.0)
         lost = 0
         if not weights.min().item() > 0.0:  # nor where it is nan
