@@ -99,7 +99,7 @@ def device(request, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         return "cuda"
     monkeypatch.setattr(captured, "_ON", "cpu")
-    monkeypatch.setattr(captured, "_Graph", _NoGraph)
+    monkeypatch.setattr(captured, "Graph", _NoGraph)
     monkeypatch.setattr(captured.CapturedStep, "_eagerly", lambda self, pieces: _here(pieces))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
