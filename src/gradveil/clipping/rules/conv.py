@@ -122,14 +122,11 @@ class ConvUse(Use):
             elif self._channels_inside:
                 product = torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field))
             else:
-                patches = self._patches(field)  # (b, G, C/G K, L)
+                patches = self._patches(field).flatten(0, 1)  # (b G, C/G K, L)
                 maps = map_.reshape(b * self.groups, channels // self.groups, -1)
-                if self._outputs_last:
-                    product = patches.flatten(0, 1) @ maps.mT
-                else:
-                    product = maps @ patches.flatten(0, 1).mT
-            last = (self.groups, -1, channels // self.groups) if self._outputs_last else (channels, -1)
-            found.append(product.view(b, *last))
+                product = patches @ maps.mT if self._outputs_last else maps @ patches.mT
+            shape = (self.groups, -1, channels // self.groups) if self._outputs_last else (channels, -1)
+            found.append(product.view(b, *shape))
         return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
 
     def _weight_gradients(self, map_: Tensor, field: Tensor) -> Tensor:

@@ -137,7 +137,8 @@ class LinearUse(Use):
     def clipped_at_once(self, bound: float) -> native.Clipped | None:
         kernels = native.for_tensors(self.x, self.g)
         if kernels is None:
-            return self._clipped_rank_one(bound) if self._is_plain_rank_one else None
+            plain = self.positions == 1 and self.weight and self.x.dtype is torch.float32
+            return self._clipped_rank_one(bound) if plain else None
         if self.positions == 1:
             found = kernels.rank_one_clip(self.x, self.g, weight=self.weight, bias=self.bias, bound=bound)
         elif self.weight and performance.settings().formula != "gram":
@@ -146,10 +147,6 @@ class LinearUse(Use):
             return None
         found.sums = self._in_order(found.sums)
         return found
-
-    @property
-    def _is_plain_rank_one(self) -> bool:
-        return self.positions == 1 and self.weight and self.x.dtype is torch.float32
 
     def _clipped_rank_one(self, bound: float) -> native.Clipped:
         """Norms, weights and sums in the fewest operations: a small layer feels each of them.
