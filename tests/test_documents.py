@@ -39,7 +39,10 @@ def renderer(monkeypatch):
     return importlib.import_module("render")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/attacks.md", "docs/reproduction.md"])
+RENDERED = ("performance", "attacks", "auditing", "reproduction", "recipes", "scaling", "strategies")
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{page}.md" for page in RENDERED)])
 def test_the_documents_figures_come_from_the_results_files(name, renderer):
     assert name in renderer.DOCUMENTS
     text = (ROOT / name).read_text()
