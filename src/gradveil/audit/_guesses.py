@@ -4,7 +4,8 @@ A guess is right with chance q = e^epsilon / (e^epsilon + 1) at most, if the mec
 in each bit: whatever the scores, and whatever the other guesses (Steinke, Nasr & Jagielski 2023, Theorem 5.1). So right
 guesses may be counted with weights that follow from the scores, and the weighted count is no larger than that of
 independent guesses of chance q. Scores further out are surer: half of the guesses count once, of the half further out
-half count twice, and so on up to five times.
+half count about twice, and so on up to about five times. About: were these whole numbers, many ways to be right would
+come to the same count, and a test of so coarse a count rejects less often than its level allows.
 
 What delta adds. Let p(k) be the chance of k = (k_1, k_2, ...) right guesses in the classes of one weight, n_c guesses
 each, and b(k) the same for independent guesses of chance q. Flip one bit that was guessed rightly: every release stays
@@ -49,10 +50,10 @@ Classes = tuple[tuple[int, int], ...]  # (weight, number of guesses that have it
 # The shares of the bits that may be guessed. Not all: as many are called present as absent, and that all coins fall so
 # evenly is unlikely.
 SHARES = (0.03, 0.06, 0.12, 0.25, 0.5, 0.9)
-_LARGEST_WEIGHT = 5
+WEIGHTS = (10, 21, 31, 42, 52)  # what guesses count, from the inner half outwards; WEIGHTS[0] is once
 _STEP = 0.05  # of epsilon, at which what delta adds is computed
-_POINTS = 600  # at which g may rise
-_MANY = 1_500_000  # cells of a table; beyond, a bound that needs none
+_CELLS = 200_000  # of a table: where g may rise, by how many guesses are right
+_FEW = 50  # places where g may rise: with room for fewer, a bound that needs no table
 _LEAST_APART = 0.5  # standard deviations: closer than this, scores do not show how far they are apart
 
 
@@ -62,9 +63,9 @@ def guesses_each(bits: int, share: float) -> int:
 
 
 def weights(each: int) -> Whole:
-    """What the guesses on one side count, from the outermost inwards: 4 3 2 2 1 1 1 1, say."""
-    limits = each // 2 ** np.arange(_LARGEST_WEIGHT)
-    counts: Whole = (np.arange(1, each + 1)[:, None] <= limits).sum(1)
+    """What the guesses on one side count, from the outermost inwards: 42 31 21 21 10 10 10 10, say."""
+    limits = each // 2 ** np.arange(len(WEIGHTS))
+    counts: Whole = np.array(WEIGHTS)[(np.arange(1, each + 1)[:, None] <= limits).sum(1) - 1]
     return counts
 
 
@@ -120,18 +121,19 @@ def _class_spare(before: Array, weight: int, size: int, chance: float) -> float:
     last = len(before) + weight * size
     mean = float(before @ np.arange(len(before)))
     std = float(np.sqrt(before @ (np.arange(len(before)) - mean) ** 2 + weight**2 * size * chance * (1 - chance)))
-    middle = mean + weight * size * chance + 8.0 * std * np.linspace(-1.0, 1.0, _POINTS)
+    places = _CELLS // size
+    middle = mean + weight * size * chance + 8.0 * std * np.linspace(-1.0, 1.0, places)
     x = np.unique(np.clip(np.round([1.0, *middle, last - 1.0]), 1, last - 1)).astype(np.int64)
-    if last <= _POINTS:
+    if last <= places:
         x = np.arange(1, last)
-    if len(x) * size <= _MANY:
+    if places >= _FEW:
         k = np.arange(size + 1)
         b = binom.pmf(k, size, chance)
         at_least = np.append(before[::-1].cumsum()[::-1], 0.0)
         g = at_least[np.clip(x[:, None] - weight * k, 0, len(before))]
         above = (g * b)[:, ::-1].cumsum(1)[:, ::-1]
         mean_g, at_least_j = above[:, :1], b[::-1].cumsum()[::-1]
-        if last <= _POINTS:
+        if len(x) == last - 1:
             most = (above - mean_g * at_least_j).max(0)[1:]
         else:
             # All sums fall with x, so between two points each is bounded by its value at one of them: in
@@ -156,7 +158,7 @@ def _spare(counted: Classes, epsilon: float) -> float:
 def spare(counted: Sequence[Classes], epsilon: float) -> float:
     """What delta adds to the chance of any count, for every bit and unit of delta: the most of all ``counted``.
 
-    It falls with epsilon, and is taken at the next smaller multiple of 0.05.
+    It falls with epsilon, and is taken at the next smaller multiple of 0.05, from above.
     """
     return max(_spare(each, _STEP * int(epsilon / _STEP)) for each in counted)
 
@@ -185,7 +187,7 @@ def one_run_p_value(
     p_value = float(law[count:].sum())
     if delta > 0 and count > 0:
         added = spare((counted, *others), epsilon)
-        if not others and len(counted) == 1:
+        if not others and [weight for weight, _ in counted] == [1]:
             i = np.arange(1, count + 1)
             below = np.append(0.0, law.cumsum())
             added = min(added, 2.0 * float(np.max((below[count] - below[count - i]) / i)))

@@ -28,6 +28,7 @@ from scipy.stats import beta as beta_distribution
 
 from gradveil.audit._guesses import (
     SHARES,
+    WEIGHTS,
     Classes,
     Guesses,
     classes,
@@ -309,9 +310,10 @@ def one_run(
     """From guesses of many independent fair bits, each of which one release depends on; no assumption on the noise.
 
     Only the most extreme scores are guessed: half of the guesses are the highest, called present, and half the lowest,
-    called absent; the surer ones, further out, count up to five times. How many are guessed follows from the scores,
-    without a look at the bits, so that this is one test. With ``shares`` it is fixed beforehand, and each is a test; so
-    it is, at three shares and all guesses counted alike, where delta times the number of bits is large for the level.
+    called absent; the surer ones, further out, count up to about five times. How many are guessed follows from the
+    scores, without a look at the bits, so that this is one test. With ``shares`` it is fixed beforehand, and each is a
+    test; so it is, at three shares and all guesses counted alike, where delta times the number of bits is large for the
+    level.
     """
     bits = len(trials.scores)
     level = _level(confidence, delta, tests)
@@ -336,7 +338,9 @@ def one_run(
 
     def told(guesses: Guesses) -> str:
         kinds, count = counted(guesses)
-        surer = f" ({count} of {sum(w * n for w, n in kinds)}, the surer ones counting more)" if not alike else ""
+        once = WEIGHTS[0]
+        of = sum(w * n for w, n in kinds) / once
+        surer = "" if alike else f" ({count / once:.1f} of {of:.1f}, the surer ones counting more)"
         return f"{guesses.right} of {guesses.made} guesses right{surer}, {guesses.bits} bits"
 
     return _best_share(
