@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +40,14 @@ def clipped(model, x, y, bound, kernel, monkeypatch):
 def test_the_kernel_equals_the_pytorch_path(data):
     draw = data.draw
     groups = draw(st.integers(1, 3))
-    channels, outputs = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 20))
+    # From five channels in a group on, one kernel element at a time: then padding is left out, not multiplied.
+    channels, outputs = groups * draw(st.sampled_from([1, 2, 3, 5, 6, 8, 11])), groups * draw(st.integers(1, 20))
     kernel, stride = (
         (draw(st.integers(1, 4)), draw(st.integers(1, 5))),
         (draw(st.integers(1, 3)), draw(st.integers(1, 2))),
     )
     padding, dilation = (
-        (draw(st.integers(0, 2)), draw(st.integers(0, 2))),
+        (draw(st.integers(0, 4)), draw(st.integers(0, 3))),
         (draw(st.integers(1, 2)), draw(st.integers(1, 3))),
     )
     size, n = (draw(st.integers(1, 12)), draw(st.integers(1, 12))), draw(st.integers(1, 5))
@@ -66,6 +68,27 @@ def test_the_kernel_equals_the_pytorch_path(data):
     assert with_kernel[1] == pytest.approx(without[1], rel=1e-5)
     assert max(with_kernel[1]) <= bound
     assert with_kernel[3] == without[3] == 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("channels", [3, 6])  # all kernel elements together, and one at a time
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_whatever_lies_in_the_padding(channels, stride):
+    """Kernel elements that see it at some positions, or at all: unclipped, the sums are the ordinary gradient."""
+    for size, kernel, padding, dilation in itertools.product((1, 2, 5), (1, 2, 3, 4), (0, 1, 2, 3, 5), (1, 2)):
+        out = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        if out < 1:
+            continue
+        x, g = torch.randn(2, channels, size, 7), torch.randn(2, 17, out, 7)
+        shape = {"kernel": (kernel, 3), "stride": (stride, 1), "padding": (padding, 1), "dilation": (dilation, 1)}
+        for _ in range(2):
+            geometry = native.ConvGeometry(x, g, **shape, groups=1)
+            found = native.kernels().conv2d_clip(x, g, geometry, bias=False, bound=1e9).sums[0]
+            steps = [shape[name] for name in ("stride", "padding", "dilation")]
+            asked = torch.nn.grad.conv2d_weight(x, (17, channels, *shape["kernel"]), g, *steps)
+            torch.testing.assert_close(found.view_as(asked), asked, rtol=1e-4, atol=1e-4)
+            x, g = x.mT.contiguous(), g.mT.contiguous()  # the same with rows and columns exchanged
+            shape = {name: sizes[::-1] for name, sizes in shape.items()}
 
 
 @needs_kernel

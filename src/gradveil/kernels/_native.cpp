@@ -30,10 +30,11 @@ struct Shape {
     int C, H, W, O, OH, OW, KH, KW, SH, SW, PH, PW, DH, DW, G;
 };
 
-// Where the scalars of a product lie: position (y, x) of a row is row[y * row_step + x * col_step].
+// Where the factors of a product lie. Of position (y, x): a row's scalar is row[y * row_step + x * col_step], and the
+// vector is the x-th from b[y * vector_step] on.
 struct Positions {
     int oh, ow;
-    long row_step, col_step;
+    long row_step, col_step, vector_step;
 };
 
 static inline int padded_to_lanes(int n) { return (n + LANES - 1) / LANES * LANES; }
@@ -49,22 +50,29 @@ static void tile(const float* const* rows, const Positions& at, const float* b, 
         for (int v = 0; v < NR; v++) acc[r][v] = reg{};
     for (int y = 0; y < at.oh; y++) {
         long place = y * at.row_step;
+        const float* from = b + y * at.vector_step;
         for (int x = 0; x < at.ow; x++) {
             reg bs[NR];
-            for (int v = 0; v < NR; v++) bs[v] = *(const reg*)(b + v * REG);
+            for (int v = 0; v < NR; v++) bs[v] = *(const reg*)(from + v * REG);
             for (int r = 0; r < MR; r++) {
                 const float a = rows[r][place];
                 for (int v = 0; v < NR; v++) acc[r][v] += a * bs[v];
             }
-            b += ldb;
+            from += ldb;
             place += at.col_step;
         }
     }
-    vec of_tile = vec{};
+    reg of_rows[MR];  // not one sum: each addition would wait for the last
     for (int r = 0; r < MR; r++) {
-        for (int v = 0; v < NR; v++) *(reg*)(out + r * ldo + v * REG) = acc[r][v];
-        for (int v = 0; v < NV; v++) of_tile += load(out + r * ldo + v * LANES) * load(out + r * ldo + v * LANES);
+        of_rows[r] = reg{};
+        for (int v = 0; v < NR; v++) {
+            *(reg*)(out + r * ldo + v * REG) = acc[r][v];
+            of_rows[r] += acc[r][v] * acc[r][v];
+        }
     }
+    for (int r = 1; r < MR; r++) of_rows[0] += of_rows[r];
+    vec of_tile = vec{};
+    std::memcpy(&of_tile, &of_rows[0], sizeof(reg));
     squares += __builtin_convertvector(of_tile, dvec);
 }
 
@@ -92,23 +100,80 @@ static void tile_any(int mr, int nv, const float* const* rows, const Positions& 
     tile_rows<1>(mr, rows, at, b, ldb, out, ldo, squares);
 }
 
-// One example's gradient (n, width) from n rows of scalars and the vectors b (positions, width); its sum of squares.
+// How many tiles n rows are cut into, all about as high.
+static inline int tiles_of(int n) { return (n + ROWS - 1) / ROWS; }
+
+// One example's gradient from n rows of scalars and the vectors b (positions, width): row r is out[r * ldo]. Its sum of
+// squares is added to ``squares``.
 template <class RowAt>
-static double product(int n, int width, const RowAt& row_at, const Positions& at, const float* b, long ldb, float* out) {
-    dvec squares = dvec{};
+static void product(int n, int width, const RowAt& row_at, const Positions& at, const float* b, float* out, long ldo,
+                    dvec& squares) {
+    const int tiles = tiles_of(n);
     for (int o = 0; o < width; o += VECS * LANES) {  // the panel of b stays in the nearest cache while rows pass by
         const int nv = (width - o) / LANES < VECS ? (width - o) / LANES : VECS;
-        for (int row = 0; row < n; row += ROWS) {
-            const int mr = n - row < ROWS ? n - row : ROWS;
+        for (int t = 0; t < tiles; t++) {
+            const int row = (int)share(n, t, tiles), mr = (int)share(n, t + 1, tiles) - row;
             const float* rows[ROWS];
             for (int r = 0; r < mr; r++) rows[r] = row_at(row + r);
-            tile_any(mr, nv, rows, at, b + o, ldb, out + (size_t)row * width + o, width, squares);
+            tile_any(mr, nv, rows, at, b + o, width, out + (size_t)row * ldo + o, ldo, squares);
         }
     }
+}
+
+static double total(const dvec& squares) {
     double sum = 0.0;
     for (int l = 0; l < LANES; l++) sum += squares[l];
     return sum;
 }
+
+// One example's convolution, a group of its channels: the gradient out (N, Opad), its squares added to ``squares``.
+struct Convolution {
+    const Shape& s;
+    const int cg, opad, hp, wp;  // channels of a group; outputs of it, padded; height and width of a padded field
+
+    Convolution(const Shape& s)
+        : s(s), cg(s.C / s.G), opad(padded_to_lanes(s.O / s.G)), hp(s.H + 2 * s.PH), wp(s.W + 2 * s.PW) {}
+
+    // One kernel element at a time, a row for each channel: what lies in the padding is left out. Where that makes low
+    // tiles, which wait for their vectors: all elements together, and the padding is multiplied too.
+    bool by_element() const { return cg >= (ROWS - 1) * tiles_of(cg); }
+    bool needs_padding() const { return !by_element() && (s.PH || s.PW); }
+
+    // field: the group's channels, padded if need be.
+    void run(const float* field, const float* gt, float* out, dvec& squares) const {
+        const int taps = s.KH * s.KW;
+        const long step = (long)s.OW * opad;  // from row to row of gt
+        if (!by_element()) {
+            const auto row_at = [&](int row) {
+                const int c = row / taps, tap = row % taps;
+                return field + ((size_t)c * hp + tap / s.KW * s.DH) * wp + tap % s.KW * s.DW;
+            };
+            return product(cg * taps, opad, row_at, {s.OH, s.OW, (long)s.SH * wp, s.SW, step}, gt, out, opad, squares);
+        }
+        for (int tap = 0; tap < taps; tap++) {
+            const int up = tap / s.KW * s.DH - s.PH, left = tap % s.KW * s.DW - s.PW;
+            const Span ys = inside(up, s.SH, s.H, s.OH), xs = inside(left, s.SW, s.W, s.OW);
+            const float* corner = field + ((long)ys.first * s.SH + up) * s.W + (long)xs.first * s.SW + left;
+            const auto row_at = [=](int c) { return corner + (size_t)c * s.H * s.W; };
+            const Positions at = {ys.size, xs.size, (long)s.SH * s.W, s.SW, step};
+            product(cg, opad, row_at, at, gt + ((size_t)ys.first * s.OW + xs.first) * opad, out + (size_t)tap * opad,
+                    (long)taps * opad, squares);
+        }
+    }
+
+   private:
+    struct Span {
+        int first, size;
+    };
+
+    // The positions p of 0 .. count - 1 for which offset + p * stride lies in 0 .. size - 1.
+    static Span inside(int offset, int stride, int size, int count) {
+        const int first = offset < 0 ? (-offset + stride - 1) / stride : 0;
+        int last = size - 1 - offset < 0 ? -1 : (size - 1 - offset) / stride;
+        last = last < count - 1 ? last : count - 1;
+        return last < first ? Span{0, 0} : Span{first, last - first + 1};
+    }
+};
 
 // What is said of each example: its norm before clipping, and its weight, 0 where the norm is not finite.
 struct Told {
@@ -197,19 +262,20 @@ extern "C" long gradveil_conv2d(const float* x, const float* g, long examples, c
                                 double* weights, float* buffer, float* biases) {
     const Shape s = *shape;
     const Told told = {norms, weights};
-    const int cg = s.C / s.G, og = s.O / s.G, n = cg * s.KH * s.KW, pixels = s.OH * s.OW;
-    const int opad = padded_to_lanes(og);
-    const int hp = s.H + 2 * s.PH, wp = s.W + 2 * s.PW;
-    const size_t size = (size_t)s.G * n * opad;
-    const Positions at = {s.OH, s.OW, (long)s.SH * wp, s.SW};
+    const int og = s.O / s.G, pixels = s.OH * s.OW;
+    const size_t size = (size_t)s.C * s.KH * s.KW * padded_to_lanes(og);
     in_parallel(workers, [=](int worker) {
-        Buffer padded(s.PH || s.PW ? (size_t)s.C * hp * wp : 0), gt((size_t)pixels * opad);
+        const Convolution of_group(s);
+        const int opad = of_group.opad, hp = of_group.hp, wp = of_group.wp;
+        const bool pads = of_group.needs_padding();
+        const long channel = pads ? (long)hp * wp : (long)s.H * s.W;
+        Buffer padded(pads ? (size_t)s.C * hp * wp : 0), gt((size_t)pixels * opad);
         Buffer own(buffer ? 0 : size), own_bias(s.O);
         const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
         for (long i = first; i < last; i++) {
             const float* field = x + i * (long)s.C * s.H * s.W;
             const float* gi = g + i * (long)s.O * pixels;
-            if (s.PH || s.PW) {
+            if (pads) {
                 for (int c = 0; c < s.C; c++)
                     for (int y = 0; y < s.H; y++)
                         std::memcpy(&padded[((size_t)c * hp + y + s.PH) * wp + s.PW], field + ((long)c * s.H + y) * s.W,
@@ -218,15 +284,12 @@ extern "C" long gradveil_conv2d(const float* x, const float* g, long examples, c
             }
             float* grad = buffer ? buffer + i * size : own.data();
             float* bias = biases ? biases + i * s.O : own_bias.data();
-            double square = 0.0;
+            dvec squares = dvec{};
             for (int k = 0; k < s.G; k++) {
                 transpose(gi + (long)k * og * pixels, pixels, og, pixels, gt.data(), opad);
-                const auto row_at = [&](int row) {
-                    const int c = row / (s.KH * s.KW), rest = row % (s.KH * s.KW);
-                    return field + ((size_t)(k * cg + c) * hp + rest / s.KW * s.DH) * wp + rest % s.KW * s.DW;
-                };
-                square += product(n, opad, row_at, at, gt.data(), opad, grad + (size_t)k * n * opad);
+                of_group.run(field + k * of_group.cg * channel, gt.data(), grad + k * (size / s.G), squares);
             }
+            double square = total(squares);
             if (with_bias)
                 for (int o = 0; o < s.O; o++) {
                     const float* row = gi + (long)o * pixels;
@@ -261,7 +324,7 @@ extern "C" long gradveil_linear_clip(const float* x, const float* g, long exampl
     const Told told = {norms, weights};
     const int width = padded_to_lanes(inputs);
     const size_t size = (size_t)outputs * width;
-    const Positions at = {1, (int)positions, 0, outputs};
+    const Positions at = {1, (int)positions, 0, outputs, 0};
     in_parallel(workers, [=](int worker) {
         Buffer wide(width == inputs ? 0 : positions * width), grad(size), bias(outputs);
         const long first = share(examples, worker, workers), last = share(examples, worker + 1, workers);
@@ -274,7 +337,9 @@ extern "C" long gradveil_linear_clip(const float* x, const float* g, long exampl
                 xi = wide.data();
             }
             const auto row_at = [=](int row) { return gi + row; };
-            double square = product(outputs, width, row_at, at, xi, width, grad.data());
+            dvec squares = dvec{};
+            product(outputs, width, row_at, at, xi, grad.data(), width, squares);
+            double square = total(squares);
             if (with_bias) {
                 std::memset(bias.data(), 0, sizeof(float) * outputs);
                 for (long t = 0; t < positions; t++) add_scaled(1.f, gi + t * outputs, outputs, bias.data());
