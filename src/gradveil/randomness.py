@@ -27,10 +27,11 @@ against, and the privacy statement says so.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,9 +259,8 @@ class NoiseSource:
         if kernels is not None and all(_plain(grad) for grad in grads):
             self._add_by_kernel(kernels, grads, stds, divide_by=divide_by)
             return
-        if grads and all(grad.is_cpu and grad.dtype == torch.float32 for grad in grads):
-            draws = torch.from_numpy(self._next_values(sum(grad.numel() for grad in grads), torch.float32))
-            add_draws(grads, draws, stds, divide_by=divide_by)
+        if grads and all(_plain(grad) and grad.dtype == torch.float32 for grad in grads):
+            self._add_by_parts(grads, stds, divide_by=divide_by)
             return
         for grad, std in zip(grads, stds, strict=True):
             draw = self.wide_normal_like(grad)
@@ -372,18 +372,46 @@ class NoiseSource:
         return self._parts(range(part.start, last.stop), wanted)[start - part.start : start - part.start + count]
 
     def _parts(self, places: range, wanted: Any) -> np.ndarray[Any, Any]:
-        """Some whole parts, one after the other. Each block has its own stream."""
+        """Some whole parts, one after the other."""
         out = np.empty(len(places), dtype=wanted)
+        for _ in self._draw_parts(places, lambda part: out[part.start - places.start : part.stop - places.start]):
+            pass
+        return out
+
+    def _draw_parts(
+        self, places: range, room: Callable[[range], np.ndarray[Any, Any]]
+    ) -> Iterator[tuple[range, np.ndarray[Any, Any]]]:
+        """Some whole parts, one after the other, each drawn into the ``room`` for it. Each block has its own stream."""
         place, bits = places.start, None
         while place < places.stop:
+            part = _part_at(place)
+            values = room(part)
             if bits is None or place % _BLOCK == 0:
                 bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + place // _BLOCK)
                 if passed := place % _BLOCK:  # one word for two values in float32, one for each in float64
-                    bits.random_raw(passed if wanted == np.float64 else passed // 2, output=False)
-            end = _part_at(place).stop
-            _box_muller(bits, out[place - places.start : end - places.start])
-            place = end
-        return out
+                    bits.random_raw(passed if values.dtype == np.float64 else passed // 2, output=False)
+            _box_muller(bits, values)
+            yield part, values
+            place = part.stop
+
+    def _add_by_parts(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
+        """As :meth:`add_to`, one part after the other: the values of a whole model would leave the cache."""
+        sizes = [grad.numel() for grad in grads]
+        start = self._take(sum(sizes), torch.float32)
+        edges = list(itertools.accumulate(sizes, initial=start))  # of the tensors in the sequence
+        scratch = np.empty(_MOST_PART, dtype=np.float32)
+        places = range(_part_at(start).start, _part_at(edges[-1] - 1).stop) if edges[-1] > start else range(0)
+        tensor = 0
+        for part, values in self._draw_parts(places, lambda part: scratch[: len(part)]):
+            drawn, place = torch.from_numpy(values), max(start, part.start)
+            while place < min(part.stop, edges[-1]):
+                while edges[tensor + 1] <= place:
+                    tensor += 1
+                stop, first = min(part.stop, edges[tensor + 1]), edges[tensor]
+                noise = drawn[place - part.start : stop - part.start]
+                grads[tensor].view(-1)[place - first : stop - first].add_(noise, alpha=stds[tensor])
+                place = stop
+        torch._foreach_div_(list(grads), divide_by)
 
     def normals(self, count: int) -> list[float]:
         """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""

@@ -229,6 +229,24 @@ def test_a_value_of_numpys_is_a_function_of_its_place(dtype, monkeypatch):
     assert stats.kstest(whole, "norm").pvalue > SOUND
 
 
+@pytest.mark.parametrize("before", [0, 7, 20_000])
+def test_noise_of_numpys_goes_to_its_places_part_by_part(before, monkeypatch):
+    """Tensors that end where a part does, reach over several, or are empty."""
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    least, most = randomness._LEAST_PART, randomness._MOST_PART
+    sizes = [least - before % least, 0, 3, 3 * most + 5, 1, 2 * most]
+    stds = [1.0, 2.0, 0.5, 3.0, 0.0, 0.25]
+    grads = [torch.ones(size) for size in sizes]
+    source = NoiseSource(SecretKey(3), 4)
+    source._take(before, torch.float32)
+    source.add_to(grads, stds, divide_by=2.0)
+    z = torch.from_numpy(NoiseSource(SecretKey(3), 4)._values(before, sum(sizes), torch.float32)).split(sizes)
+    for grad, std, values in zip(grads, stds, z, strict=True):
+        torch.testing.assert_close(grad, (1.0 + std * values) / 2.0)
+    assert source._place == before + sum(sizes)
+    source.add_to([torch.ones(0)], [1.0], divide_by=2.0)
+
+
 def test_tensors_share_no_value_of_numpys_and_types_no_block(monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: None)
     source = NoiseSource(SecretKey(3), 4)

@@ -17,7 +17,8 @@ behind that are in performance.py, and change nothing beyond rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -98,10 +99,8 @@ class Use:
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
         cached = self._cached or (self._gradients(rows) for rows in self.chunks())
-        sums = _add_up(
-            _weighted([w[rows] for w in weights], grads) for rows, grads in zip(self.chunks(), cached, strict=True)
-        )
-        return self._in_order(sums)
+        chunks = zip(self.chunks(), cached, strict=True)
+        return self._in_order(_weighted_sums(([w[rows] for w in weights], grads) for rows, grads in chunks))
 
     def clipped_at_once(self, bound: float) -> native.Clipped | None:
         """On the CPU, sums clipped to ``bound`` over all parameters together, by a kernel; None: no short way."""
@@ -110,14 +109,12 @@ class Use:
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         """A few examples at a time: gradients, norms, weights, sum. The gradients are computed once."""
 
-        def part(rows: slice) -> list[Tensor]:
+        def part(rows: slice) -> tuple[list[Tensor], list[Tensor]]:
             grads = self._gradients(rows)
             weights, keep = weigh(rows, [row_sq_norms(g) for g in grads])
-            if keep is not None:
-                grads = [keep_rows(g, keep) for g in grads]
-            return _weighted(weights, grads)
+            return weights, grads if keep is None else [keep_rows(g, keep) for g in grads]
 
-        return self._in_order(_add_up(part(rows) for rows in self.chunks()))
+        return self._in_order(_weighted_sums(part(rows) for rows in self.chunks()))
 
     def _clipped_by_norms(self, weigh: Weigh) -> list[Tensor]:
         """Norms of the whole batch first, then one contraction."""
@@ -133,8 +130,11 @@ def row_sq_norms(g: Tensor) -> Tensor:
     kernels = native.for_tensors(flat)
     if kernels is not None:
         return kernels.row_squares(flat).float()
-    squares: Tensor = torch.linalg.vecdot(flat, flat)
-    return squares
+    if torch.is_grad_enabled():
+        squares: Tensor = torch.linalg.vecdot(flat, flat)
+        return squares
+    with workspace.room(flat, flat.numel()) as room:
+        return torch.mul(flat, flat, out=room.view(flat.shape)).sum(1)
 
 
 def gram_sq_norms(xx: Tensor, gg: Tensor) -> Tensor:
@@ -149,15 +149,18 @@ def gram_sq_norms(xx: Tensor, gg: Tensor) -> Tensor:
     return safe
 
 
-def _weighted(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.tensordot(w.to(g.dtype), g, dims=1) for w, g in zip(weights, grads, strict=True)]
-
-
-def _add_up(parts: Iterable[list[Tensor]]) -> list[Tensor]:
+def _weighted_sums(parts: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Tensor]:
+    """Of some examples after others, weights and gradients (b, ...) of each parameter: the weighted sums."""
     totals: list[Tensor] = []
-    for part in parts:
-        totals = [t.add_(p) for t, p in zip(totals, part, strict=True)] if totals else part
-    return totals
+    for weights, grads in parts:
+        pairs = [(w.to(g.dtype).unsqueeze(0), g.reshape(len(g), -1)) for w, g in zip(weights, grads, strict=True)]
+        if not totals:
+            shapes = [g.shape[1:] for g in grads]
+            totals = [torch.mm(w, g) for w, g in pairs]
+        else:
+            for total, (w, g) in zip(totals, pairs, strict=True):
+                total.addmm_(w, g)
+    return [total.view(shape) for total, shape in zip(totals, shapes, strict=True)] if totals else []
 
 
 class Workspace:
@@ -182,6 +185,18 @@ class Workspace:
         room = performance.settings().kept_elements - sum(b.numel() for b in self._free)
         if whole.numel() <= room:
             self._free.append(whole)
+
+    @contextmanager
+    def room(self, like: Tensor, size: int) -> Iterator[Tensor]:
+        """Room for ``size`` elements of the type of ``like``, on its device, for as long as the block lasts."""
+        if not (like.is_cpu and like.dtype is torch.float32):
+            yield like.new_empty(size)
+            return
+        buffer = self.take(1, size)
+        try:
+            yield buffer.view(-1)
+        finally:
+            self.give_back(buffer)
 
     def clear(self) -> None:
         self._free = []

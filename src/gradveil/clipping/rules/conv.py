@@ -119,15 +119,21 @@ class ConvUse(Use):
             field = self.field[rows]
             if self._by_convolution:
                 product = self._weight_gradients(map_, field)
-            elif self._channels_inside:
-                product = torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field))
             else:
-                patches = self._patches(field).flatten(0, 1)  # (b G, C/G K, L)
-                maps = map_.reshape(b * self.groups, channels // self.groups, -1)
-                product = patches @ maps.mT if self._outputs_last else maps @ patches.mT
+                with workspace.room(field, b * field.shape[1] * self.taps * self.pixels) as room:
+                    product = self._product_with_patches(map_, field, room)
             shape = (self.groups, -1, channels // self.groups) if self._outputs_last else (channels, -1)
             found.append(product.view(b, *shape))
         return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
+
+    def _product_with_patches(self, map_: Tensor, field: Tensor, room: Tensor) -> Tensor:
+        """The gradients, by patches that are put into ``room``."""
+        b, channels = map_.shape[:2]
+        if self._channels_inside:
+            return torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field, room))
+        patches = self._patches(field, room).flatten(0, 1)  # (b G, C/G K, L)
+        maps = map_.reshape(b * self.groups, channels // self.groups, -1)
+        return patches @ maps.mT if self._outputs_last else maps @ patches.mT
 
     def _weight_gradients(self, map_: Tensor, field: Tensor) -> Tensor:
         """(b O, C/G, *kernel), by PyTorch's own convolution: every example is a group of its own."""
@@ -186,7 +192,7 @@ class ConvUse(Use):
         of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
         return not self._by_convolution and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
 
-    def _patches(self, x: Tensor) -> Tensor:
+    def _patches(self, x: Tensor, room: Tensor) -> Tensor:
         """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""
         if any(self.padding):
             x = F.pad(x, [p for width in reversed(self.padding) for p in (width, width)])
@@ -196,9 +202,9 @@ class ConvUse(Use):
             (b, c, *self.kernel, *self.map.shape[2:]),
             (*x.stride()[:2], *self._steps(x.stride()[2:], self.dilation), *self._steps(x.stride()[2:], self.stride)),
         )
-        return view.reshape(b, self.groups, c // self.groups * self.taps, self.pixels)
+        return room.view(view.shape).copy_(view).view(b, self.groups, c // self.groups * self.taps, self.pixels)
 
-    def _patches_channels_inside(self, x: Tensor) -> Tensor:
+    def _patches_channels_inside(self, x: Tensor, room: Tensor) -> Tensor:
         """(b, L, K C) of one group, from a view whose innermost runs are a row of the kernel with all its channels."""
         b, c = x.shape[:2]
         sizes = [n + 2 * p for n, p in zip(x.shape[2:], self.padding, strict=True)]
@@ -212,7 +218,7 @@ class ConvUse(Use):
             (b, *self.map.shape[2:], *self.kernel, c),
             (inside.stride()[0], *self._steps(strides, self.stride), *self._steps(strides, self.dilation), 1),
         )
-        return view.reshape(b, self.pixels, self.taps * c)
+        return room.view(view.shape).copy_(view).view(b, self.pixels, self.taps * c)
 
     @staticmethod
     def _steps(strides: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
