@@ -243,6 +243,7 @@ class PrivacyEngine:
             self._join(module)
         self.groups: tuple[Group, ...] = make_groups(inner, self.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self._followed = frozenset(map(id, self.parameters.values()))
         if self.plan.strategy.is_private:
             self.rule = bound_rules.make_rule(
                 self.plan,
@@ -388,7 +389,7 @@ class PrivacyEngine:
 
     def _check_strangers(self) -> None:
         if self.plan.strategy.is_private:
-            check_strangers(self.parameters.values(), self.optimizer)
+            check_strangers(self._followed, self.optimizer)
 
     def _put_aside_part(self) -> None:
         """A physical part of a batch: keep its sums, and leave the optimizer nothing to update with."""

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,12 +53,14 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
-def check_strangers(followed: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """At every step: a parameter that became trainable, or joined the optimizer, after set-up is not followed."""
-    known = {id(p) for p in followed}
+def check_strangers(followed: Container[int], optimizer: torch.optim.Optimizer) -> None:
+    """At every step: a parameter that became trainable, or joined the optimizer, after set-up is not followed.
+
+    ``followed`` holds the ``id`` of those that are.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.grad is not None and id(p) not in known:
+            if id(p) not in followed and p.grad is not None:
                 raise PrivacyViolation(
                     f"a parameter of shape {tuple(p.shape)} became trainable, or joined the optimizer, after "
                     "make_private: its gradient is neither clipped nor noised. Decide what trains before "

@@ -116,13 +116,15 @@ def release_gradients(
     Over several ranks, each adds the noise of the parameters it owns before all are added up; where S is a function
     of the batch the sum comes first, and all ranks add the same noise to it. ``harvest`` is of the whole batch.
     """
-    grads: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        grads[name] = local(parameter.grad)
     cut = is_sharded(next(iter(parameters.values())))  # added up over the ranks already, each of which holds a part
-    in_order = [grads[name] for group in groups for name in group.parameters]
+    grads: dict[str, Tensor] = {}  # in the order of the groups
+    for group in groups:
+        for name in group.parameters:
+            parameter = parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads[name] = local(parameter.grad) if cut else parameter.grad
+    in_order = list(grads.values())
     noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
     owned = ranks.owned(in_order) if noise_first else slice(0, len(in_order))
     if not (noise_first or cut):

@@ -73,12 +73,14 @@ class Clipper:
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
         self.views = views  # rows of one example, one after the other (views.py)
         self._device_bounds: dict[torch.device, DeviceBounds] = {}
-        self.bounds = tuple(bounds)
+        self._bounds: tuple[float, ...] = ()
+        self._bounds_inside: list[float] = []  # a little lower, see inside()
+        self.bounds = bounds
         self.padding: Padding | None = None  # of the coming passes
         self.whitening: Whitening | None = None
         self.gamma: float | None = None  # where given, an example's gradient g counts as C g / (|g| + gamma)
         self.units = find_units(module, groups)
-        self.harvest = Harvest(len(groups))
+        self._harvest = Harvest(len(groups))
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
         self._probe: dict[Unit, dict[int, set[int]]] | None = None
@@ -107,6 +109,8 @@ class Clipper:
 
     @bounds.setter
     def bounds(self, bounds: Sequence[float]) -> None:
+        if tuple(bounds) == self._bounds:
+            return
         self._bounds = tuple(bounds)
         margin = inside(torch.float32)
         self._bounds_inside = [bound * margin for bound in self._bounds]
@@ -352,7 +356,7 @@ class Clipper:
     def _sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
         """The clipped sums of a use, or None where they wait for the end of the pass."""
         if not unit.whole_groups or current.uses(unit) != 1:  # a tied unit's groups reach beyond it
-            current.kept.append((unit, use))
+            current.keep(unit, use)
             return None
         current.set_clipped(unit)
         sums = self._clip_alone(unit, use, current)
@@ -374,32 +378,34 @@ class Clipper:
         return self._passes.get(self._gradients.differentiating())
 
     def finish_pass(self, current: int) -> None:
-        """The backward pass of a pass in C++ has ended."""
+        """The backward pass of a pass in C++ has ended, and some of its uses are kept here."""
         of_pass = self._passes[current]
-        self._note_backward(of_pass)
-        self._finish(of_pass)
+        assert of_pass.library is not None
+        for place, x, g in zip(*of_pass.library.take_waiting(current), strict=True):
+            unit = self.units[place]
+            of_pass.kept.append((unit, LinearUse(x, g, weight=True, bias=len(unit.parameters) == 2)))
+        with no_autocast():
+            self._clip_kept(of_pass)
 
     def start_backward(self, current: Pass) -> None:
         """The gradient has reached the model's output: the backward pass of ``current`` begins."""
-        self._note_backward(current)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
-
-    def _note_backward(self, current: Pass) -> None:
         self._differentiated = current
         if not current.differentiated:
             current.differentiated = True
-            self.harvest.passes += 1
-            self.harvest.examples += 0 if current.empty else current.batch
+            self._harvest.passes += 1
+            self._harvest.examples += 0 if current.empty else current.batch
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
 
     def _finish(self, current: Pass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
+        self._differentiated = None
         with no_autocast():
             self._clip_kept(current)
+        self._gradients.stamp()
+        if current.lost is not None and not current.empty:
+            self._harvest.lost.append(current.lost)
 
     def _clip_kept(self, current: Pass) -> None:
-        self._differentiated = None
-        if current.library is not None and current.library.waits(current.number):
-            self._clip_waiting(current.library, current)
         by_unit: dict[Unit | Tie, list[tuple[Unit, Use]]] = {}
         for unit, use in current.kept:
             by_unit.setdefault(unit.tie or unit, []).append((unit, use))
@@ -415,28 +421,24 @@ class Clipper:
                 for (of, _), sums in zip(alone + others, clipped, strict=True):
                     for parameter, total in zip(of.parameters, sums, strict=True):
                         self.deliver(parameter, total.to(parameter.dtype))
-        self._gradients.stamp()
-        groups, found, lost = current.notes()
-        if lost is not None and not current.empty:
-            self.harvest.lost.append(lost)
+
+    @property
+    def harvest(self) -> Harvest:
+        """What the passes of this step add up to, beside the gradients."""
+        passes, examples, groups, found, lost = self._gradients.gathered()
+        self._harvest.passes += passes
+        self._harvest.examples += examples
+        self._harvest.lost += lost
         if groups:
             device = self._watched[0][1].device
             bounds = self._bounds_on(device).exact_of if device.type == "cuda" else self.bounds
-            self.harvest.note_layers(groups, found, bounds)
-
-    def _clip_waiting(self, library: Layers, current: Pass) -> None:
-        """Uses that wait in C++ for their groups: clipped there, unless some of a group's uses are kept here."""
-        if not current.kept:
-            library.clip_waiting(current.number)
-            return
-        for place, x, g in zip(*library.take_waiting(current.number), strict=True):
-            unit = self.units[place]
-            current.kept.append((unit, LinearUse(x, g, weight=True, bias=len(unit.parameters) == 2)))
+            self._harvest.note_layers(groups, found, bounds)
+        return self._harvest
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""
-        self.harvest = Harvest(len(self.groups))
-        self._gradients.clear_stamps()
+        self._harvest = Harvest(len(self.groups))
+        self._gradients.start_step()
 
     def check_untouched(self) -> None:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
@@ -496,14 +498,14 @@ class Clipper:
             found = on_cuda.clipped(use, clip)
             if found is None:
                 return None
-            self.harvest.note(group, found.norms, found.weights, bounds.exact_of[group])
+            self._harvest.note(group, found.norms, found.weights, bounds.exact_of[group])
             return found.sums
         if current.present is not None:
             return None  # the CPU's kernels know of no padding
         at_once = use.clipped_at_once(self._inside(group, torch.float32))
         if at_once is None:
             return None
-        self.harvest.note(group, at_once.norms, at_once.weights, self.bounds[group])
+        self._harvest.note(group, at_once.norms, at_once.weights, self.bounds[group])
         if at_once.not_finite:
             self._kept([at_once.weights], current, slice(None))
         return at_once.sums
@@ -525,7 +527,7 @@ class Clipper:
             weights = (bound * inside(dtype) / (norms + self.gamma)).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
-        self.harvest.note(group, norms, weights, bound)
+        self._harvest.note(group, norms, weights, bound)
         return weights
 
     def _kept(self, weights: list[Tensor], current: Pass, rows: slice) -> Tensor | None:

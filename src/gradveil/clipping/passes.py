@@ -71,9 +71,16 @@ class Pass:
             self._lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
         return self._lost
 
-    def notes(self) -> tuple[list[int], list[Tensor], Tensor | None]:
-        """Of layers in C++, the groups that were clipped and (norms, weights) of each; the flags, if there are any."""
-        return ([], [], self._lost) if self.library is None else self.library.notes(self.number)
+    def keep(self, unit: Unit, use: Use) -> None:
+        """A use that waits for the end of the pass."""
+        if self.library is not None and not self.kept:
+            self.library.keeps_uses(self.number)
+        self.kept.append((unit, use))
+
+    @property
+    def lost(self) -> Tensor | None:
+        """The flags, if there are any; in C++ they are gathered there."""
+        return self._lost
 
 
 class Call:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from gradveil.kernels.layers import Gathered
+
 
 class Watch(Protocol):
     """Every followed parameter has a hook that lets only its clipped sum through, and a stamp of its gradient."""
@@ -27,13 +29,17 @@ class Watch(Protocol):
     def stamp(self) -> None:
         """The gradients as they are now are the ones that were clipped."""
 
-    def clear_stamps(self) -> None: ...
+    def start_step(self) -> None:
+        """Nothing is stamped, or gathered, yet."""
 
     def touched(self) -> int:
         """The first parameter whose gradient is not as it was stamped; -1: none."""
 
     def differentiating(self) -> int:
         """The number of the pass whose backward is under way in C++; -1: none."""
+
+    def gathered(self) -> Gathered:
+        """What passes in C++ add up to since it was last asked for."""
 
 
 class PythonWatch:
@@ -72,7 +78,7 @@ class PythonWatch:
     def stamp(self) -> None:
         self._stamps = [_stamp(p) for p in self._parameters]
 
-    def clear_stamps(self) -> None:
+    def start_step(self) -> None:
         self._stamps = []
 
     def touched(self) -> int:
@@ -84,6 +90,9 @@ class PythonWatch:
 
     def differentiating(self) -> int:
         return -1
+
+    def gathered(self) -> Gathered:
+        return 0, 0, [], [], []
 
 
 def _stamp(parameter: Tensor) -> tuple[int, int] | None:

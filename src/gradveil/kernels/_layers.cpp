@@ -6,7 +6,7 @@
 // where all cases are known; so do refusals (gradveil::refuse).
 //
 // On the CPU the kernels are those of _native.cpp. On a GPU the layer replays launches that Python has recorded for
-// the same shapes (recording.py): the same kernels, with this call's addresses.
+// the same shapes (programs.py): the same kernels, with this call's addresses.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -160,6 +160,8 @@ struct Pass : Numbered<Pass> {
 
     std::vector<std::pair<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
     std::vector<Waiting> waiting;
+    bool kept_in_python = false;              // uses that wait there for their groups
+    bool counted = false, told_lost = false;  // in what its watch has gathered
     std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group
 
    private:
@@ -206,8 +208,10 @@ struct Watch : Numbered<Watch> {
         for (Followed& f : followed) f.stamp = f.stamp_now();
     }
 
-    void clear_stamps() {
+    // Nothing is gathered yet.
+    void start_step() {
         for (Followed& f : followed) f.stamp = NONE;
+        gathered = Gathered();
     }
 
     // The first parameter whose .grad is not as it was stamped; -1: none.
@@ -218,6 +222,31 @@ struct Watch : Numbered<Watch> {
         }
         return -1;
     }
+
+    // The backward pass of a pass has ended, and its gradients are what they should be.
+    void finish(Pass& pass) {
+        stamp();
+        for (auto& [group, both] : pass.noted) {
+            gathered.groups.push_back(group);
+            gathered.found.push_back(std::move(both));
+        }
+        pass.noted.clear();
+        if (!pass.counted) {
+            gathered.passes++;
+            gathered.examples += pass.batch;
+        }
+        if (pass.lost.has_value() && !pass.told_lost) gathered.lost.push_back(*pass.lost);
+        pass.counted = true;
+        pass.told_lost = pass.lost.has_value();
+    }
+
+    // What the passes add up to since it was last asked for.
+    struct Gathered {
+        int64_t passes = 0, examples = 0;
+        Ints groups;  // whose examples were clipped,
+        std::vector<Tensor> found, lost;  // norms and weights of each; of every pass, who was not finite
+    };
+    Gathered gathered;
 
     intrusive_ptr<Pass> current;  // the model's last call
     int64_t differentiating = -1;  // the pass whose backward is under way
@@ -271,7 +300,7 @@ static void* handle_of(const Stream& stream) {
     TORCH_CHECK(false, "this torch does not tell a stream's handle");
 }
 
-// A program is a list of numbers: instructions, each with its operands (see recording.py, which writes them). Tensors
+// A program is a list of numbers: instructions, each with its operands (see programs.py, which writes them). Tensors
 // are numbered: first those that are handed in, then those the program makes.
 struct Program {
     enum { END = 0, EMPTY = 1, LAUNCH = 2, PRODUCT = 3, SUM = 4, HALVES = 5, SQUARES = 6, COLUMNS = 7 };
@@ -721,6 +750,63 @@ struct LayerNode : OwnNode {
     bool done = false, released = false;
 };
 
+// ---- the end of a pass
+
+static Tensor squares_of_rows(const Tensor& rows) {
+    const int64_t count = rows.size(0), size = rows.numel() / std::max<int64_t>(1, count);
+    Tensor found = at::empty({count}, at::kDouble);
+    gradveil_row_squares(rows.const_data_ptr<float>(), count, size, workers_for(rows.numel(), count),
+                         found.mutable_data_ptr<double>());
+    return found;
+}
+
+// The uses that waited, clipped together, if nothing of their groups is kept elsewhere. The clipped sums become, or are
+// added to, the gradients of their parameters.
+static void clip_waiting(Pass& pass) {
+    at::AutoGradMode off(false);
+    std::vector<Waiting> waiting;
+    std::swap(waiting, pass.waiting);
+    std::vector<intrusive_ptr<Layer>> layers;
+    std::map<int64_t, Tensor> totals;
+    for (const Waiting& use : waiting) {
+        const auto layer = layers.emplace_back(Layer::find(use.layer));
+        const Tensor of_g = squares_of_rows(use.g);
+        const Tensor square = squares_of_rows(use.x).mul_(of_g);
+        if (layer->bias) square.add_(of_g);
+        const auto [place, is_new] = totals.emplace(layer->group, square);
+        if (!is_new) place->second.add_(square);
+    }
+    std::map<int64_t, Tensor> weights;
+    bool lost = false;
+    for (const auto& [group, total] : totals) {
+        const Tensor both = at::empty({2, pass.batch}, at::kDouble);
+        double *norm = both.mutable_data_ptr<double>(), *weight = norm + pass.batch;
+        const double *square = total.const_data_ptr<double>(), bound = pass.bounds[group];
+        for (int64_t i = 0; i < pass.batch; i++) {
+            norm[i] = std::sqrt(square[i]);
+            const bool finite = norm[i] < INFINITY;  // false for nan as well
+            weight[i] = !finite ? 0.0 : norm[i] > bound ? bound / norm[i] : 1.0;
+            lost |= !finite;
+        }
+        pass.note(group, both);
+        if (lost) pass.flags(waiting[0].x).bitwise_or_(both[0].isfinite().logical_not());
+        weights.emplace(group, both[1].to(at::kFloat).unsqueeze(1));
+    }
+    for (size_t i = 0; i < waiting.size(); i++) {
+        const Waiting& use = waiting[i];
+        const Layer& layer = *layers[i];
+        const Tensor& w = weights.at(layer.group);
+        Tensor x = use.x.view({pass.batch, -1}), g = use.g.view({pass.batch, -1});
+        if (lost) {  // zero times what is not finite is not zero
+            const Tensor kept = w > 0, zero = at::zeros({}, x.options());
+            x = at::where(kept, x, zero), g = at::where(kept, g, zero);
+        }
+        const Tensor scaled = g * w;
+        layer.watch->add_gradient(layer.slots[0], at::mm(scaled.t(), x));
+        if (layer.bias) layer.watch->add_gradient(layer.slots[1], scaled.sum(0));
+    }
+}
+
 // The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss.
 struct OutputNode : OwnNode {
     static Tensor run(const Tensor& x, const intrusive_ptr<Pass>& pass, double scale) {
@@ -751,12 +837,18 @@ struct OutputNode : OwnNode {
     }
 
    private:
-    // The backward pass has ended: Python clips what was kept, and takes what is known of the pass.
+    // The backward pass has ended: what had to wait for it is clipped.
     static void finish(Pass& pass, Watch& watch) {
         watch.differentiating = -1;
-        static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::finish", "");
-        torch::jit::Stack stack{pass.clipper, pass.number};
-        op.callBoxed(stack);
+        if (pass.kept_in_python) {
+            static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::finish", "");
+            torch::jit::Stack stack{pass.clipper, pass.number};
+            op.callBoxed(stack);
+        } else if (!pass.waiting.empty()) {
+            c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+            clip_waiting(pass);
+        }
+        watch.finish(pass);
     }
 
     intrusive_ptr<Pass> pass;
@@ -791,62 +883,6 @@ static Tensor run_layer_again(const Tensor& x, const Tensor& weight, const std::
     return LayerNode::run(x, weight, bias, layer, pass);
 }
 
-static Tensor squares_of_rows(const Tensor& rows) {
-    const int64_t count = rows.size(0), size = rows.numel() / std::max<int64_t>(1, count);
-    Tensor found = at::empty({count}, at::kDouble);
-    gradveil_row_squares(rows.const_data_ptr<float>(), count, size, workers_for(rows.numel(), count),
-                         found.mutable_data_ptr<double>());
-    return found;
-}
-
-// The uses that waited, clipped together, if nothing of their groups is kept elsewhere. The clipped sums become, or are
-// added to, the gradients of their parameters.
-static void clip_waiting(int64_t number) {
-    at::AutoGradMode off(false);
-    const auto pass = Pass::find(number);
-    std::vector<Waiting> waiting;
-    std::swap(waiting, pass->waiting);
-    std::vector<intrusive_ptr<Layer>> layers;
-    std::map<int64_t, Tensor> totals;
-    for (const Waiting& use : waiting) {
-        const auto layer = layers.emplace_back(Layer::find(use.layer));
-        const Tensor of_g = squares_of_rows(use.g);
-        const Tensor square = squares_of_rows(use.x).mul_(of_g);
-        if (layer->bias) square.add_(of_g);
-        const auto [place, is_new] = totals.emplace(layer->group, square);
-        if (!is_new) place->second.add_(square);
-    }
-    std::map<int64_t, Tensor> weights;
-    bool lost = false;
-    for (const auto& [group, total] : totals) {
-        const Tensor both = at::empty({2, pass->batch}, at::kDouble);
-        double *norm = both.mutable_data_ptr<double>(), *weight = norm + pass->batch;
-        const double *square = total.const_data_ptr<double>(), bound = pass->bounds[group];
-        for (int64_t i = 0; i < pass->batch; i++) {
-            norm[i] = std::sqrt(square[i]);
-            const bool finite = norm[i] < INFINITY;  // false for nan as well
-            weight[i] = !finite ? 0.0 : norm[i] > bound ? bound / norm[i] : 1.0;
-            lost |= !finite;
-        }
-        pass->note(group, both);
-        if (lost) pass->flags(waiting[0].x).bitwise_or_(both[0].isfinite().logical_not());
-        weights.emplace(group, both[1].to(at::kFloat).unsqueeze(1));
-    }
-    for (size_t i = 0; i < waiting.size(); i++) {
-        const Waiting& use = waiting[i];
-        const Layer& layer = *layers[i];
-        const Tensor& w = weights.at(layer.group);
-        Tensor x = use.x.view({pass->batch, -1}), g = use.g.view({pass->batch, -1});
-        if (lost) {  // zero times what is not finite is not zero
-            const Tensor kept = w > 0, zero = at::zeros({}, x.options());
-            x = at::where(kept, x, zero), g = at::where(kept, g, zero);
-        }
-        const Tensor scaled = g * w;
-        layer.watch->add_gradient(layer.slots[0], at::mm(scaled.t(), x));
-        if (layer.bias) layer.watch->add_gradient(layer.slots[1], scaled.sum(0));
-    }
-}
-
 // The same uses, for Python to clip with what it has kept.
 static std::tuple<Ints, std::vector<Tensor>, std::vector<Tensor>> take_waiting(int64_t number) {
     const auto pass = Pass::find(number);
@@ -860,16 +896,12 @@ static std::tuple<Ints, std::vector<Tensor>, std::vector<Tensor>> take_waiting(i
     return found;
 }
 
-// What is known of a pass: the groups whose examples were clipped, norms and weights of each, and who was lost.
-static std::tuple<Ints, std::vector<Tensor>, std::optional<Tensor>> notes(int64_t number) {
-    const auto pass = Pass::find(number);
-    Ints groups;
-    std::vector<Tensor> found;
-    for (const auto& [group, both] : pass->noted) {
-        groups.push_back(group);
-        found.push_back(both);
-    }
-    return {groups, found, pass->lost};
+// What the passes add up to since this was last asked for: how many there were, how many examples, groups with norms and
+// weights of each, and who was not finite.
+static std::tuple<int64_t, int64_t, Ints, std::vector<Tensor>, std::vector<Tensor>> gathered(int64_t clipper) {
+    Watch::Gathered found;
+    std::swap(found, Watch::find(clipper)->gathered);
+    return {found.passes, found.examples, std::move(found.groups), std::move(found.found), std::move(found.lost)};
 }
 
 // ---- noise
@@ -940,14 +972,13 @@ TORCH_LIBRARY(gradveil, m) {
           [](int64_t pass, int64_t unit) { Pass::find(pass)->set_clipped(unit); });
     m.def("flags(int current, Tensor like) -> Tensor",
           [](int64_t pass, const Tensor& like) { return Pass::find(pass)->flags(like).alias(); });
-    m.def("waits(int current) -> bool", [](int64_t pass) { return !Pass::find(pass)->waiting.empty(); });
-    m.def("clip_waiting(int current) -> ()", clip_waiting);
+    m.def("keeps_uses(int current) -> ()", [](int64_t pass) { Pass::find(pass)->kept_in_python = true; });
     m.def("take_waiting(int current) -> (int[], Tensor[], Tensor[])", take_waiting);
-    m.def("notes(int current) -> (int[], Tensor[], Tensor?)", notes);
+    m.def("gathered(int clipper) -> (int, int, int[], Tensor[], Tensor[])", gathered);
     m.def("expect(int clipper, int slot, Tensor total) -> ()",
           [](int64_t clipper, int64_t slot, const Tensor& total) { Watch::find(clipper)->expect(slot, total); });
     m.def("stamp(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->stamp(); });
-    m.def("clear_stamps(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->clear_stamps(); });
+    m.def("start_step(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->start_step(); });
     m.def("touched(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->touched(); });
     m.def("differentiating(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->differentiating; });
     m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);

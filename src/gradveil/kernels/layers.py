@@ -37,6 +37,10 @@ class Owner(Protocol):
     def refuse(self, place: int, why: str) -> None: ...
 
 
+Gathered = tuple[int, int, list[int], list[Tensor], list[Tensor]]
+"""Of finished passes: how many, how many examples, groups, (norms, weights) of each, flags of who was not finite."""
+
+
 class NativeWatch:
     """Gradients on their way to ``.grad``, watched in C++; see clipping/watch.py."""
 
@@ -46,9 +50,10 @@ class NativeWatch:
         self.forget: Callable[[Tensor, int], None] = in_cpp.forget
         self.expect: Callable[[int, Tensor], None] = partial(library.expect, number)
         self.stamp: Callable[[], None] = partial(library.stamp, number)
-        self.clear_stamps: Callable[[], None] = partial(library.clear_stamps, number)
+        self.start_step: Callable[[], None] = partial(library.start_step, number)
         self.touched: Callable[[], int] = partial(library.touched, number)
         self.differentiating: Callable[[], int] = partial(library.differentiating, number)
+        self.gathered: Callable[[], Gathered] = partial(library.gathered, number)
 
 
 class Layers:
@@ -74,13 +79,12 @@ class Layers:
     was_clipped: Callable[..., bool]
     set_clipped: Callable[..., None]
     flags: Callable[..., Tensor]
-    waits: Callable[..., bool]
-    clip_waiting: Callable[..., None]
+    keeps_uses: Callable[..., None]
     take_waiting: Callable[..., tuple[list[int], list[Tensor], list[Tensor]]]
-    notes: Callable[..., tuple[list[int], list[Tensor], Tensor | None]]
+    gathered: Callable[..., Gathered]
     expect: Callable[..., None]
     stamp: Callable[..., None]
-    clear_stamps: Callable[..., None]
+    start_step: Callable[..., None]
     touched: Callable[..., int]
     differentiating: Callable[..., int]
     add_noise: Callable[..., None]
