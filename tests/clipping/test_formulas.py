@@ -57,6 +57,16 @@ NETWORKS = {
     "pictures": (pictures, (4, 9, 8)),
     "strided": (lambda: pictures(stride=(2, 3), padding=(0, 2), dilation=(1, 2)), (4, 9, 8)),
     "grouped": (lambda: pictures(groups=2, stride=2), (4, 9, 8)),
+    "convolutions": (  # of which C++ needs nothing from Python
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(6, 20, (3, 2), stride=2, groups=2, bias=False),
+            nn.Flatten(),
+            nn.Linear(320, 3),
+        ),
+        (4, 9, 8),
+    ),
     "one dimension": (lambda: nn.Sequential(nn.Conv1d(3, 5, 3, 2, 1), nn.Flatten(), nn.Linear(20, 3)), (3, 8)),
     "transposed": (
         lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, 2, 1), nn.Flatten(), nn.Linear(196, 3)),

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil.clipping import on_cuda
+from gradveil.clipping import on_cuda, performance
 from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
@@ -40,7 +40,7 @@ from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
-from gradveil.clipping.rules.linear import LinearUse
+from gradveil.clipping.rules.conv import ConvUse
 from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, no_autocast, tap_layer, tap_output
@@ -213,7 +213,10 @@ class Clipper:
         number = library.next_number()
         self._passes[number] = current
         on_device = self._bounds_on(device).inside if device.type == "cuda" else None
-        library.begin(self._gradients.number, number, current.batch, len(self.units), self._bounds_inside, on_device)
+        most_kept = performance.settings().kept_elements
+        library.begin(
+            self._gradients.number, number, current.batch, len(self.units), most_kept, self._bounds_inside, on_device
+        )
         current.library, current.number = library, number
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -381,9 +384,14 @@ class Clipper:
         """The backward pass of a pass in C++ has ended, and some of its uses are kept here."""
         of_pass = self._passes[current]
         assert of_pass.library is not None
-        for place, x, g in zip(*of_pass.library.take_waiting(current), strict=True):
+        for place, x, g, rows, biases, norms in zip(*of_pass.library.take_waiting(current), strict=True):
             unit = self.units[place]
-            of_pass.kept.append((unit, LinearUse(x, g, weight=True, bias=len(unit.parameters) == 2)))
+            assert unit.rule is not None
+            needs = (False, True, len(unit.parameters) == 2)
+            use = unit.rule.backward(x, unit.parameters[0], (), g, needs)[1]
+            if isinstance(use, ConvUse):
+                use.take_gradients(rows, biases, norms)
+            of_pass.kept.append((unit, use))
         with no_autocast():
             self._clip_kept(of_pass)
 

@@ -59,6 +59,7 @@ long gradveil_rank_one_clip(const float*, const float*, long, long, long, int, i
                             double*, double*);
 void gradveil_noise(const void*, const NoiseTarget*, long, double, int);
 void gradveil_row_squares(const float*, long, long, int, double*);
+void gradveil_weighted_rows(const float*, long, long, const float*, int, float*);
 }
 
 static const int64_t LANES = 16, WORTH_A_THREAD = 1 << 16;  // as in native.py
@@ -124,18 +125,52 @@ struct Numbered : torch::CustomClassHolder {
 
 // ---- one pass through the model
 
-// The use of a linear layer on one position, whose group reaches beyond it: it waits for the end of the pass.
+// A use whose group reaches beyond it: it waits for the end of the pass. Of a linear layer on one position, as it is; of
+// a convolution, with every example's gradient.
 struct Waiting {
     int64_t layer;
     Tensor x, g;
+    Tensor rows, biases, norms;  // (B, elements as the kernel has them), (B, outputs), and norms (B) of the first
+};
+
+// Large buffers that are used again in every step: fresh memory costs more to get than to fill. One that nobody else
+// holds is free.
+struct Room {
+    // most: elements that are held on to between steps.
+    static Tensor take(int64_t rows, int64_t columns, int64_t most) {
+        static auto* lock = new std::mutex();
+        static auto* all = new std::vector<Tensor>();  // outlives every tensor
+        std::lock_guard<std::mutex> guard(*lock);
+        const int64_t size = rows * columns;
+        Tensor found;
+        for (const Tensor& t : *all)
+            if (is_free(t) && size <= t.numel() && t.numel() <= 2 * size && (!found.defined() || t.numel() < found.numel()))
+                found = t;
+        if (!found.defined()) {
+            found = at::empty({size}, at::kFloat);
+            int64_t held = size;
+            for (const Tensor& t : *all) held += t.numel();
+            for (auto t = all->begin(); held > most && t != all->end();) {
+                const bool goes = is_free(*t);
+                held -= goes ? t->numel() : 0;
+                t = goes ? all->erase(t) : t + 1;
+            }
+            if (held <= most) all->push_back(found);
+        }
+        return found.slice(0, 0, size).view({rows, columns});
+    }
+
+   private:
+    static bool is_free(const Tensor& t) { return t.use_count() == 1 && t.storage().use_count() == 1; }
 };
 
 struct Pass : Numbered<Pass> {
-    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, std::vector<double> bounds,
+    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, int64_t most_kept, std::vector<double> bounds,
          std::optional<Tensor> device_bounds)
         : Numbered(number),
           clipper(clipper),
           batch(batch),
+          most_kept(most_kept),
           bounds(std::move(bounds)),
           device_bounds(std::move(device_bounds)),
           calls(units, 0),
@@ -154,7 +189,7 @@ struct Pass : Numbered<Pass> {
         return *lost;
     }
 
-    const int64_t clipper, batch;
+    const int64_t clipper, batch, most_kept;  // elements of a layer's gradients that may be kept on the CPU
     const std::vector<double> bounds;  // per group, a little inside
     const std::optional<Tensor> device_bounds;
 
@@ -193,9 +228,11 @@ struct Watch : Numbered<Watch> {
     // The reference that is held until the hook has run keeps autograd from adding another gradient into this tensor.
     void expect(int64_t slot, const Tensor& sum) { followed[slot].expected = sum; }
 
+    Tensor parameter(int64_t slot) const { return Tensor(followed[slot].parameter.lock()); }
+
     // At the end of a pass.
     void add_gradient(int64_t slot, const Tensor& sum) {
-        const Tensor parameter(followed[slot].parameter.lock());
+        const Tensor parameter = this->parameter(slot);
         if (!parameter.defined()) return;
         Tensor& grad = parameter.mutable_grad();
         if (grad.defined())
@@ -492,15 +529,94 @@ struct Layer : Numbered<Layer> {
     }
 
     // Whether a use that must wait for the norms of other layers can do so here.
-    bool waits(const Tensor& x, const Tensor& g) const {
-        return kind == LINEAR && x.is_cpu() && x.scalar_type() == at::kFloat && g.scalar_type() == at::kFloat &&
-               x.numel() == x.size(0) * x.size(-1);
+    bool waits(const Tensor& x, const Tensor& weight, const Tensor& g, const Pass& pass) const {
+        if (!on_cpu || !x.is_cpu() || x.scalar_type() != at::kFloat || g.scalar_type() != at::kFloat) return false;
+        if (kind == LINEAR) return x.numel() == x.size(0) * x.size(-1);
+        return kind == CONVOLUTION && x.size(0) * kernel_elements(weight) <= pass.most_kept;
+    }
+
+    // A convolution's gradients are formed at once, while its factors are in the cache.
+    Waiting wait(const Tensor& x, const Tensor& weight, const Tensor& g, const Pass& pass) const {
+        Waiting use{number, x, g, Tensor(), Tensor(), Tensor()};
+        if (kind != CONVOLUTION) return use;
+        const int64_t examples = x.size(0), size = kernel_elements(weight);
+        use.x = x.contiguous();
+        use.rows = Room::take(examples, size, pass.most_kept);
+        use.biases = at::empty({examples, bias ? g.size(1) : 0}, g.options());
+        const Tensor both = at::empty({2, examples}, at::kDouble);
+        const ConvShape shape = shape_of(use.x, weight, g);
+        gradveil_conv2d(use.x.const_data_ptr<float>(), g.const_data_ptr<float>(), examples, &shape, bias, 0.0,
+                        workers_for_products(examples, size, g.size(2) * g.size(3)), nullptr, nullptr,
+                        both.mutable_data_ptr<double>(), both.mutable_data_ptr<double>() + examples,
+                        use.rows.mutable_data_ptr<float>(), bias ? use.biases.mutable_data_ptr<float>() : nullptr);
+        use.norms = both[0];
+        return use;
+    }
+
+    // The squared norms (B), in double, of a use that waits.
+    Tensor squares(const Waiting& use) const {
+        if (kind == CONVOLUTION) {
+            const Tensor found = use.norms.square();
+            return bias ? found.add_(squares_of_rows(use.biases)) : found;
+        }
+        const Tensor of_g = squares_of_rows(use.g), found = squares_of_rows(use.x).mul_(of_g);
+        return bias ? found.add_(of_g) : found;
+    }
+
+    // Its sums, with a weight for each example; ``lost``: some weigh nothing, and may not be finite.
+    std::vector<Tensor> weighted_sums(const Waiting& use, const Tensor& weight, const Tensor& w, bool lost) const {
+        if (kind == CONVOLUTION) {
+            const Tensor folded = at::empty(weight.sizes(), use.rows.options());
+            const int64_t inputs = weight.numel() / weight.size(0);
+            gradveil_conv2d_fold(weighted_rows(use.rows, w).const_data_ptr<float>(), 1, many, inputs,
+                                 weight.size(0) / many, folded.mutable_data_ptr<float>());
+            return bias ? std::vector<Tensor>{folded, weighted_rows(use.biases, w)} : std::vector<Tensor>{folded};
+        }
+        const Tensor column = w.unsqueeze(1);
+        Tensor x = use.x.view({w.size(0), -1}), g = use.g.view({w.size(0), -1});
+        if (lost) {  // zero times what is not finite is not zero
+            const Tensor kept = column > 0, zero = at::zeros({}, x.options());
+            x = at::where(kept, x, zero), g = at::where(kept, g, zero);
+        }
+        const Tensor scaled = g * column, sum = at::mm(scaled.t(), x);
+        return bias ? std::vector<Tensor>{sum, scaled.sum(0)} : std::vector<Tensor>{sum};
     }
 
     // What Python has recorded for inputs of these shapes.
     void learn(Ints key, Ints program) { programs[std::move(key)] = std::move(program); }
 
    private:
+    // Elements of one example's gradient of a convolution's weight, as the kernel has them.
+    int64_t kernel_elements(const Tensor& weight) const {
+        return weight.numel() / weight.size(0) * many * padded(weight.size(0) / many);
+    }
+
+    ConvShape shape_of(const Tensor& x, const Tensor& weight, const Tensor& g) const {
+        ConvShape shape;
+        int* value = shape.values;
+        for (int64_t n : {x.size(1), x.size(2), x.size(3), g.size(1), g.size(2), g.size(3), weight.size(2), weight.size(3)})
+            *value++ = (int)n;
+        for (int64_t n : numbers) *value++ = (int)n;
+        *value = (int)many;
+        return shape;
+    }
+
+    static Tensor squares_of_rows(const Tensor& rows) {
+        const int64_t count = rows.size(0), size = rows.numel() / std::max<int64_t>(1, count);
+        Tensor found = at::empty({count}, at::kDouble);
+        gradveil_row_squares(rows.const_data_ptr<float>(), count, size, workers_for(rows.numel(), count),
+                             found.mutable_data_ptr<double>());
+        return found;
+    }
+
+    // The sum of the rows, each with its weight; one of weight zero is not looked at.
+    static Tensor weighted_rows(const Tensor& rows, const Tensor& w) {
+        const Tensor found = at::empty({rows.size(1)}, rows.options());
+        gradveil_weighted_rows(rows.const_data_ptr<float>(), rows.size(0), rows.size(1), w.const_data_ptr<float>(),
+                               workers_for(rows.numel(), rows.size(1)), found.mutable_data_ptr<float>());
+        return found;
+    }
+
     static Ints key_of(const Tensor& x, const Tensor& g) {
         Ints key(x.sizes().begin(), x.sizes().end());
         key.insert(key.end(), x.strides().begin(), x.strides().end());
@@ -573,13 +689,8 @@ struct Layer : Numbered<Layer> {
     long convolution(const Tensor& x, const Tensor& weight, const Tensor& g, double bound, double* norms,
                      double* weights, std::vector<Tensor>& sums) const {
         const int64_t examples = x.size(0), outputs = g.size(1), rows = weight.numel() / weight.size(0);
-        const int64_t size = many * rows * padded(outputs / many);
-        ConvShape shape;
-        int* value = shape.values;
-        for (int64_t n : {x.size(1), x.size(2), x.size(3), g.size(1), g.size(2), g.size(3), weight.size(2), weight.size(3)})
-            *value++ = (int)n;
-        for (int64_t n : numbers) *value++ = (int)n;
-        *value = (int)many;
+        const int64_t size = kernel_elements(weight);
+        const ConvShape shape = shape_of(x, weight, g);
         const int workers = workers_for_products(examples, size, g.size(2) * g.size(3));
         const Tensor parts = at::zeros({workers, size}, g.options());
         const Tensor bias_parts = at::zeros({workers, outputs}, g.options());
@@ -716,8 +827,8 @@ struct LayerNode : OwnNode {
         Clipped clipped;
         const bool once_used = pass->uses(layer->unit) == 1;
         if (layer->whole && once_used) clipped = layer->clip(factor, weight, kept, g, *pass);
-        if (!layer->whole && once_used && layer->waits(x, g)) {
-            pass->waiting.push_back({layer->number, x, g});
+        if (!layer->whole && once_used && layer->waits(x, weight, g, *pass)) {
+            pass->waiting.push_back(layer->wait(x, weight, g, *pass));
         } else if (clipped.done) {
             pass->set_clipped(layer->unit);
             for (size_t i = 0; i < clipped.sums.size(); i++) layer->watch->expect(layer->slots[i], clipped.sums[i]);
@@ -752,16 +863,8 @@ struct LayerNode : OwnNode {
 
 // ---- the end of a pass
 
-static Tensor squares_of_rows(const Tensor& rows) {
-    const int64_t count = rows.size(0), size = rows.numel() / std::max<int64_t>(1, count);
-    Tensor found = at::empty({count}, at::kDouble);
-    gradveil_row_squares(rows.const_data_ptr<float>(), count, size, workers_for(rows.numel(), count),
-                         found.mutable_data_ptr<double>());
-    return found;
-}
-
-// The uses that waited, clipped together, if nothing of their groups is kept elsewhere. The clipped sums become, or are
-// added to, the gradients of their parameters.
+// The uses that waited, clipped together: nothing of their groups is kept elsewhere. The clipped sums become, or are added
+// to, the gradients of their parameters.
 static void clip_waiting(Pass& pass) {
     at::AutoGradMode off(false);
     std::vector<Waiting> waiting;
@@ -770,9 +873,7 @@ static void clip_waiting(Pass& pass) {
     std::map<int64_t, Tensor> totals;
     for (const Waiting& use : waiting) {
         const auto layer = layers.emplace_back(Layer::find(use.layer));
-        const Tensor of_g = squares_of_rows(use.g);
-        const Tensor square = squares_of_rows(use.x).mul_(of_g);
-        if (layer->bias) square.add_(of_g);
+        const Tensor square = layer->squares(use);
         const auto [place, is_new] = totals.emplace(layer->group, square);
         if (!is_new) place->second.add_(square);
     }
@@ -790,20 +891,14 @@ static void clip_waiting(Pass& pass) {
         }
         pass.note(group, both);
         if (lost) pass.flags(waiting[0].x).bitwise_or_(both[0].isfinite().logical_not());
-        weights.emplace(group, both[1].to(at::kFloat).unsqueeze(1));
+        weights.emplace(group, both[1].to(at::kFloat));
     }
     for (size_t i = 0; i < waiting.size(); i++) {
-        const Waiting& use = waiting[i];
         const Layer& layer = *layers[i];
-        const Tensor& w = weights.at(layer.group);
-        Tensor x = use.x.view({pass.batch, -1}), g = use.g.view({pass.batch, -1});
-        if (lost) {  // zero times what is not finite is not zero
-            const Tensor kept = w > 0, zero = at::zeros({}, x.options());
-            x = at::where(kept, x, zero), g = at::where(kept, g, zero);
-        }
-        const Tensor scaled = g * w;
-        layer.watch->add_gradient(layer.slots[0], at::mm(scaled.t(), x));
-        if (layer.bias) layer.watch->add_gradient(layer.slots[1], scaled.sum(0));
+        const Tensor weight = layer.watch->parameter(layer.slots[0]);
+        if (!weight.defined()) continue;
+        const std::vector<Tensor> sums = layer.weighted_sums(waiting[i], weight, weights.at(layer.group), lost);
+        for (size_t j = 0; j < sums.size(); j++) layer.watch->add_gradient(layer.slots[j], sums[j]);
     }
 }
 
@@ -857,9 +952,9 @@ struct OutputNode : OwnNode {
 
 // ---- what Python calls
 
-static void begin(int64_t clipper, int64_t number, int64_t batch, int64_t units, std::vector<double> bounds,
-                  const std::optional<Tensor>& device_bounds) {
-    auto made = c10::make_intrusive<Pass>(number, clipper, batch, units, std::move(bounds), device_bounds);
+static void begin(int64_t clipper, int64_t number, int64_t batch, int64_t units, int64_t most_kept,
+                  std::vector<double> bounds, const std::optional<Tensor>& device_bounds) {
+    auto made = c10::make_intrusive<Pass>(number, clipper, batch, units, most_kept, std::move(bounds), device_bounds);
     Watch::find(clipper)->current = Pass::enter(std::move(made));
 }
 
@@ -883,14 +978,21 @@ static Tensor run_layer_again(const Tensor& x, const Tensor& weight, const std::
     return LayerNode::run(x, weight, bias, layer, pass);
 }
 
-// The same uses, for Python to clip with what it has kept.
-static std::tuple<Ints, std::vector<Tensor>, std::vector<Tensor>> take_waiting(int64_t number) {
+// The same uses, for Python to clip with what it has kept: units, and the fields of each use.
+typedef std::vector<Tensor> Tensors;
+static std::tuple<Ints, Tensors, Tensors, Tensors, Tensors, Tensors> take_waiting(int64_t number) {
     const auto pass = Pass::find(number);
-    std::tuple<Ints, std::vector<Tensor>, std::vector<Tensor>> found;
+    const Tensor nothing = at::empty({0});
+    std::tuple<Ints, Tensors, Tensors, Tensors, Tensors, Tensors> found;
+    auto& [units, xs, gs, rows, biases, norms] = found;
     for (const Waiting& use : pass->waiting) {
-        std::get<0>(found).push_back(Layer::find(use.layer)->unit);
-        std::get<1>(found).push_back(use.x);
-        std::get<2>(found).push_back(use.g);
+        const bool formed = use.rows.defined();
+        units.push_back(Layer::find(use.layer)->unit);
+        xs.push_back(use.x);
+        gs.push_back(use.g);
+        rows.push_back(formed ? use.rows : nothing);
+        biases.push_back(formed ? use.biases : nothing);
+        norms.push_back(formed ? use.norms : nothing);
     }
     pass->waiting.clear();
     return found;
@@ -956,7 +1058,8 @@ TORCH_LIBRARY(gradveil, m) {
                                                            std::move(numbers), many, eps, watch, std::move(slots)));
         }))
         .def("learn", &Layer::learn);
-    m.def("begin(int clipper, int current, int batch, int units, float[] bounds, Tensor? device_bounds) -> ()", begin);
+    m.def("begin(int clipper, int current, int batch, int units, int most_kept, float[] bounds, Tensor? device_bounds)"
+          " -> ()", begin);
     m.def("layer(Tensor x, Tensor weight, Tensor? bias, int layer) -> Tensor");
     m.def("layer_again(Tensor x, Tensor weight, Tensor? bias, int layer, int current) -> Tensor");
     m.def("output(Tensor x, int current, float scale) -> Tensor");
@@ -973,7 +1076,7 @@ TORCH_LIBRARY(gradveil, m) {
     m.def("flags(int current, Tensor like) -> Tensor",
           [](int64_t pass, const Tensor& like) { return Pass::find(pass)->flags(like).alias(); });
     m.def("keeps_uses(int current) -> ()", [](int64_t pass) { Pass::find(pass)->kept_in_python = true; });
-    m.def("take_waiting(int current) -> (int[], Tensor[], Tensor[])", take_waiting);
+    m.def("take_waiting(int current) -> (int[], Tensor[], Tensor[], Tensor[], Tensor[], Tensor[])", take_waiting);
     m.def("gathered(int clipper) -> (int, int, int[], Tensor[], Tensor[])", gathered);
     m.def("expect(int clipper, int slot, Tensor total) -> ()",
           [](int64_t clipper, int64_t slot, const Tensor& total) { Watch::find(clipper)->expect(slot, total); });

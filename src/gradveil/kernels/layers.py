@@ -41,6 +41,10 @@ Gathered = tuple[int, int, list[int], list[Tensor], list[Tensor]]
 """Of finished passes: how many, how many examples, groups, (norms, weights) of each, flags of who was not finite."""
 
 
+Waiting = tuple[list[int], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+"""Units, inputs, gradients of outputs; of convolutions also gradients of weight and bias, and norms of the former."""
+
+
 class NativeWatch:
     """Gradients on their way to ``.grad``, watched in C++; see clipping/watch.py."""
 
@@ -80,7 +84,7 @@ class Layers:
     set_clipped: Callable[..., None]
     flags: Callable[..., Tensor]
     keeps_uses: Callable[..., None]
-    take_waiting: Callable[..., tuple[list[int], list[Tensor], list[Tensor]]]
+    take_waiting: Callable[..., Waiting]
     gathered: Callable[..., Gathered]
     expect: Callable[..., None]
     stamp: Callable[..., None]

@@ -85,6 +85,7 @@ class ConvUse(Use):
         self.taps, self.pixels = math.prod(kernel), math.prod(map_.shape[2:])
         self.elements_per_example = field.shape[1] * self.taps * max(self.pixels, map_.shape[1] // groups)
         self._buffer: tuple[Tensor, Tensor, native.ConvGeometry] | None = None  # gradients of weight and bias, in C++
+        self._lent = False  # whether the buffer is the workspace's
         self._dropped: Tensor | None = None
         work = self.pixels * self.taps * field.shape[1] // groups * map_.shape[1]
         self._by_convolution = self.device.type == "cpu" and not transposed and work >= _BY_CONVOLUTION
@@ -226,7 +227,15 @@ class ConvUse(Use):
 
     # ---- norms
 
+    def take_gradients(self, rows: Tensor, biases: Tensor, norms: Tensor) -> None:
+        """Every example's gradients, as the C++ kernel forms them, and the norms (float64) of the weight's."""
+        geometry = self._geometry()
+        if geometry is not None:  # otherwise they are of no use here
+            self._buffer, self._norms = (rows, biases, geometry), norms
+
     def sq_norms(self) -> list[Tensor]:
+        if self._buffer is not None:
+            return self._buffered_squares()
         if self.formula == "gram":
             bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
             return [self._gram_sq_norms(), *bias]
@@ -240,9 +249,13 @@ class ConvUse(Use):
             bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
             return [norms.square().float(), *bias]
         buffer = workspace.take(self.examples, geometry.size)
-        biases, norms = kernels.conv2d_gradients(*self._lifted(), geometry, bias=self.bias, buffer=buffer)
-        self._buffer = (buffer, biases, geometry)
-        return [norms.square().float()] + ([row_sq_norms(biases)] if self.bias else [])
+        biases, self._norms = kernels.conv2d_gradients(*self._lifted(), geometry, bias=self.bias, buffer=buffer)
+        self._buffer, self._lent = (buffer, biases, geometry), True
+        return self._buffered_squares()
+
+    def _buffered_squares(self) -> list[Tensor]:
+        assert self._buffer is not None
+        return [self._norms.square().float()] + ([row_sq_norms(self._buffer[1])] if self.bias else [])
 
     def _gram_sq_norms(self) -> Tensor:
         """From products of pixels. They cancel: a bound on the rounding is added, so no norm is underestimated."""
@@ -333,7 +346,8 @@ class ConvUse(Use):
         if self._dropped is not None:
             weights = [w.masked_fill(self._dropped, 0.0) for w in weights]
         found = [kernels.conv2d_weighted(buffer, geometry, weights[0]).view(self.map.shape[1], -1, *self.kernel)]
-        workspace.give_back(buffer)
+        if self._lent:
+            workspace.give_back(buffer)
         return found + ([kernels.weighted_rows(biases, weights[-1])] if self.bias else [])
 
 
