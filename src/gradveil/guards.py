@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.clipping import Harvest
+from gradveil.clipping import Harvest, count_flags
 from gradveil.clipping.sharding import whole
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
 from gradveil.records import Release, RunHeader
@@ -232,7 +232,7 @@ class NotFiniteCount:
     def read(self, step: int) -> int:
         """The count so far; the first time there is something to count, a warning."""
         flags, self._flags = self._flags + self.elsewhere(), []
-        new = int(torch.stack([f.sum() for f in flags]).sum()) if flags else 0
+        new = count_flags(flags)
         if new and not self._count:
             warnings.warn(
                 f"{new} example(s) of step {step} had a gradient that is not finite; they count as zero. "

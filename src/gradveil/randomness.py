@@ -39,8 +39,8 @@ import numpy as np
 import torch
 
 from gradveil.errors import ConfigError
-from gradveil.kernels import native
-from gradveil.kernels.layers import layers
+from gradveil.kernels import cuda, native
+from gradveil.kernels.layers import Layers, layers
 
 
 class SecretKey:
@@ -426,10 +426,23 @@ def add_device_noise(
     """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
     library = layers()
     if library is not None:
+        _teach(library, grads[0].device)
         library.add_noise(list(grads), list(stds), divide_by, generator)
         return
     draws = torch.randn(sum(g.numel() for g in grads), device=grads[0].device, generator=generator)
     add_draws(grads, draws, stds, divide_by=divide_by)
+
+
+_taught: set[torch.device] = set()
+
+
+def _teach(library: Layers, device: torch.device) -> None:
+    """At first use on a GPU: which kernel adds noise there, where there is one."""
+    if device not in _taught:
+        _taught.add(device)
+        found = cuda.noise_kernel(device) if device.type == "cuda" else None
+        if found is not None:
+            library.learn_noise(device.index, *found)
 
 
 def add_draws(grads: Sequence[torch.Tensor], draws: torch.Tensor, stds: Sequence[float], *, divide_by: float) -> None:

@@ -257,3 +257,26 @@ def test_tensors_share_no_value_of_numpys_and_types_no_block(monkeypatch):
     again = NoiseSource(SecretKey(3), 4)
     again.pass_over([torch.zeros(100, dtype=dtype) for dtype in types])
     assert again._place == 2 * block + 100
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shapes", [[(5, 3), (2000,), (0,)], [(1,)], [(256, 600), (256,), (10, 128)], [(3000, 3000)]])
+def test_noise_of_a_gpu_goes_to_its_places_wherever_gradients_are(shapes):
+    """Few launches, whose table of addresses is used again: gradients move, the scale changes, another stream."""
+    generator, side = torch.Generator("cuda"), torch.cuda.Stream()
+    sizes = [math.prod(shape) for shape in shapes]
+    grads = [torch.randn(shape, device="cuda") for shape in shapes]
+    cases = [(2.0, False, False), (2.0, False, False), (0.5, False, False), (0.5, True, False), (3.0, True, True)]
+    for std, moved, elsewhere in [*cases, (3.0, False, False)]:
+        if moved:
+            grads = [grad.clone() for grad in grads]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side if elsewhere else torch.cuda.default_stream()):
+            before, versions = [grad.clone() for grad in grads], [grad._version for grad in grads]
+            generator.manual_seed(7)
+            randomness.add_device_noise(grads, [std] * len(grads), divide_by=7.0, generator=generator)
+            generator.manual_seed(7)
+            z = torch.randn(sum(sizes), device="cuda", generator=generator).split(sizes)
+            for grad, old, values, version in zip(grads, before, z, versions, strict=True):
+                torch.testing.assert_close(grad, (old + std * values.view_as(old)) / 7.0)
+                assert grad._version > version  # torch is told

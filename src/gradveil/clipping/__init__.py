@@ -2,7 +2,7 @@
 
 from gradveil.clipping.clipper import Clipper
 from gradveil.clipping.groups import CLIPPINGS, Clipping, Group, make_groups
-from gradveil.clipping.passes import Harvest
+from gradveil.clipping.passes import Harvest, count_flags
 from gradveil.clipping.reference import Reference, clipped_sums
 from gradveil.clipping.support import check_module, fix
 
@@ -15,6 +15,7 @@ __all__ = [
     "Reference",
     "check_module",
     "clipped_sums",
+    "count_flags",
     "fix",
     "make_groups",
 ]

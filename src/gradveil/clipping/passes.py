@@ -91,6 +91,14 @@ class Call:
         current.count(unit, again=again)
 
 
+def count_flags(flags: Sequence[Tensor]) -> int:
+    """How many are set, of flags or counts; read from a GPU at once."""
+    if not flags:
+        return 0
+    alike = len({f.shape for f in flags}) == 1
+    return int(torch.stack(list(flags) if alike else [f.sum() for f in flags]).sum())
+
+
 class Harvest:
     """What the passes since the last release add up to, beside the gradients themselves.
 
@@ -108,7 +116,7 @@ class Harvest:
     @property
     def not_finite(self) -> int:
         """How many examples were dropped in some group."""
-        return int(torch.stack([flags.sum() for flags in self.lost]).sum()) if self.lost else 0
+        return count_flags(self.lost)
 
     def note(self, group: int, norms: Tensor, weights: Tensor, bound: float | Tensor) -> None:
         """Norms before clipping, and the weights that clip them to ``bound``."""

@@ -184,10 +184,7 @@ struct Pass : Numbered<Pass> {
     void set_clipped(int64_t unit) { clipped[unit] = 1; }
 
     void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
-    Tensor flags(const Tensor& like) {
-        if (!lost.has_value()) lost = at::zeros({batch}, like.options().dtype(at::kInt));
-        return *lost;
-    }
+    Tensor flags(const Tensor& like);
 
     const int64_t clipper, batch, most_kept;  // elements of a layer's gradients that may be kept on the CPU
     const std::vector<double> bounds;  // per group, a little inside
@@ -277,6 +274,17 @@ struct Watch : Numbered<Watch> {
         pass.told_lost = pass.lost.has_value();
     }
 
+    // Zeros (batch) for a pass on a GPU. Many at a time: they are kept for a while, and a small piece of memory here and
+    // there would move the next step's gradients.
+    Tensor flags(int64_t batch, const Tensor& like) {
+        const bool fits = flag_rows.defined() && flag_rows.device() == like.device() && flag_rows.size(1) >= batch;
+        if (!fits || next_flags == flag_rows.size(0)) {
+            flag_rows = at::zeros({64, (batch + 255) / 256 * 256}, like.options().dtype(at::kInt));
+            next_flags = 0;
+        }
+        return flag_rows[next_flags++].slice(0, 0, batch);
+    }
+
     // What the passes add up to since it was last asked for.
     struct Gathered {
         int64_t passes = 0, examples = 0;
@@ -313,7 +321,16 @@ struct Watch : Numbered<Watch> {
     }
 
     std::vector<Followed> followed;
+    Tensor flag_rows;
+    int64_t next_flags = 0;
 };
+
+inline Tensor Pass::flags(const Tensor& like) {
+    if (!lost.has_value())
+        lost = like.is_cuda() ? Watch::find(clipper)->flags(batch, like)
+                              : at::zeros({batch}, like.options().dtype(at::kInt));
+    return *lost;
+}
 
 // ---- launches that Python has recorded
 
@@ -1008,6 +1025,85 @@ static std::tuple<int64_t, int64_t, Ints, std::vector<Tensor>, std::vector<Tenso
 
 // ---- noise
 
+// The kernel noise_on_gradients of _triton.py on one GPU, and what it last ran on. It reads where the gradients are from a
+// table, which is good wherever they are there again: in a training loop they come to the same few places.
+struct NoiseKernel {
+    NoiseKernel(int64_t function, int64_t threads, int64_t shared)
+        : function((void*)function), threads((unsigned)threads), shared((unsigned)shared) {}
+
+    static const int64_t BLOCK = 1024, MOST_BLOCKS = 1 << 13;  // the first as in cuda.py; larger tables take long to send
+
+    static std::unordered_map<int64_t, NoiseKernel>& by_device() {
+        static auto* kept = new std::unordered_map<int64_t, NoiseKernel>();
+        return *kept;
+    }
+
+    // False: not for these, and nothing was done.
+    bool run(const std::vector<Tensor>& grads, const Tensor& draw, double scale, double divide_by) {
+        if (!tells_its_handle<c10::Stream> || !launcher()) return false;
+        Ints now;
+        int64_t needed = 0;
+        for (const Tensor& g : grads) {
+            if (!g.is_contiguous()) return false;
+            now.push_back((int64_t)g.data_ptr());
+            now.push_back(g.numel());
+            needed += (g.numel() + BLOCK - 1) / BLOCK;
+        }
+        if (needed == 0 || needed > MOST_BLOCKS) return false;
+        const auto device = grads[0].device();
+        void* on = handle_of(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(device));
+        if (on != stream) tables.clear();  // what another stream has sent may not be there yet
+        if (!std_there.defined() || on != stream || scale != std)
+            std_there = at::full({1}, scale, grads[0].options());
+        stream = on, std = scale;
+        auto known = std::find_if(tables.begin(), tables.end(), [&](const Table& t) { return t.first == now; });
+        if (known == tables.end()) {
+            if (tables.size() == MOST_TABLES) tables.erase(tables.begin());
+            known = tables.insert(tables.end(), {std::move(now), sent_table(grads, device, needed)});
+        }
+        const float divisor = (float)divide_by;
+        uint64_t values[8] = {(uint64_t)known->second.data_ptr(), (uint64_t)draw.data_ptr(),
+                              (uint64_t)std_there.data_ptr(), 0};
+        std::memcpy(&values[3], &divisor, sizeof divisor);
+        void* arguments[8];  // what follows the four are scratch pointers, unused: null
+        for (int i = 0; i < 8; i++) arguments[i] = &values[i];
+        const int failed = launcher()(function, needed, 1, 1, threads, 1, 1, shared, on, arguments, nullptr);
+        TORCH_CHECK(!failed, "the noise kernel could not be launched: CUDA error ", failed);
+        for (const Tensor& g : grads) g.unsafeGetTensorImpl()->bump_version();
+        return true;
+    }
+
+   private:
+    typedef std::pair<Ints, Tensor> Table;  // where the gradients are, and their sizes; the rows
+    static const size_t MOST_TABLES = 8;
+
+    // A row for each block: its address, its place in the noise, its length.
+    static Tensor sent_table(const std::vector<Tensor>& grads, const c10::Device& device, int64_t blocks) {
+        const Tensor here = at::empty({blocks, 3}, at::kLong);
+        int64_t* row = here.mutable_data_ptr<int64_t>();
+        int64_t place = 0;
+        for (const Tensor& g : grads)
+            for (int64_t start = 0; start < g.numel(); start += BLOCK, row += 3) {
+                row[0] = (int64_t)g.data_ptr() + 4 * start;
+                row[1] = place + start;
+                row[2] = std::min(BLOCK, g.numel() - start);
+                if (start + BLOCK >= g.numel()) place += g.numel();
+            }
+        return here.to(device, at::kLong, /*non_blocking=*/true);
+    }
+
+    void* function;
+    unsigned threads, shared;
+    void* stream = nullptr;
+    std::vector<Table> tables;
+    double std = 0.0;
+    Tensor std_there;
+};
+
+static void learn_noise(int64_t device, int64_t function, int64_t threads, int64_t shared) {
+    NoiseKernel::by_device().insert_or_assign(device, NoiseKernel(function, threads, shared));
+}
+
 // In place, each gradient g of float32 becomes (g + std z) / divide_by, with z independent N(0, 1) in their order.
 static void add_noise(const std::vector<Tensor>& grads, const std::vector<double>& stds, double divide_by,
                       const std::optional<at::Generator>& generator) {
@@ -1019,8 +1115,11 @@ static void add_noise(const std::vector<Tensor>& grads, const std::vector<double
         total += g.numel();
     }
     const Tensor draw = at::randn({total}, generator, grads[0].options());
-    std::vector<Tensor> pieces = draw.split_with_sizes(sizes);
     const bool alike = std::all_of(stds.begin(), stds.end(), [&](double std) { return std == stds[0]; });
+    const auto kernel = NoiseKernel::by_device().find(grads[0].device().index());
+    const bool known = alike && grads[0].is_cuda() && kernel != NoiseKernel::by_device().end();
+    if (known && kernel->second.run(grads, draw, stds[0], divide_by)) return;
+    std::vector<Tensor> pieces = draw.split_with_sizes(sizes);
     if (!alike) at::_foreach_mul_(pieces, std::vector<at::Scalar>(stds.begin(), stds.end()));
     for (size_t i = 0; i < pieces.size(); i++)
         if (grads[i].dim() != 1) pieces[i] = pieces[i].view(grads[i].sizes());
@@ -1084,6 +1183,7 @@ TORCH_LIBRARY(gradveil, m) {
     m.def("start_step(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->start_step(); });
     m.def("touched(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->touched(); });
     m.def("differentiating(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->differentiating; });
+    m.def("learn_noise(int device, int function, int threads, int shared) -> ()", learn_noise);
     m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);
     m.def("add_cipher_noise(Tensor(a!)[] grads, float[] stds, float divide_by, int[] key, int first) -> ()",
           add_cipher_noise);

@@ -361,6 +361,17 @@ def add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float) ->
     _launch(_triton.noise_on_gradients, (len(table),), table, noise, std, divide_by, BLOCK=_NOISE_BLOCK, num_warps=4)
 
 
+def noise_kernel(device: torch.device) -> tuple[int, int, int] | None:
+    """Handle, threads and shared memory of the kernel behind :func:`add_noise`; None where C++ cannot launch it."""
+    if not available():
+        return None
+    grad, std = torch.zeros(_NOISE_BLOCK, device=device), torch.ones(1, device=device)
+    table, noise = noise_table([grad]).to(device), torch.zeros_like(grad)
+    with torch.cuda.device(device), programs.recording([table, noise, std]) as recorder:
+        add_noise(table, noise, std, divide_by=2.0)
+    return recorder.launches[0] if recorder.launches else None
+
+
 def sum_up(losses: Tensor, present: Tensor, flags: Tensor, lost: Tensor) -> Tensor:
     """The sum of the losses that are present. The number of flags is added to ``lost``, and they are cleared."""
     total = torch.empty((), dtype=torch.float32, device=losses.device)

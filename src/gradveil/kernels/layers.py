@@ -91,6 +91,7 @@ class Layers:
     start_step: Callable[..., None]
     touched: Callable[..., int]
     differentiating: Callable[..., int]
+    learn_noise: Callable[..., None]
     add_noise: Callable[..., None]
     add_cipher_noise: Callable[..., None]
 

@@ -30,6 +30,7 @@ class Recorder:
         self._given, self._aligned = len(given), 0
         self._possible = True
         self.program: list[int] | None = None
+        self._launches: list[tuple[int, int, int]] = []
         for tensor in given:
             self._possible &= _storage(tensor) not in self._places
             self._number(tensor)
@@ -84,7 +85,14 @@ class Recorder:
         if len(found) > 2 * _MOST_ARGUMENTS or any(kind != "constexpr" for kind in types[len(arguments) :]):
             self._possible = False
         sizes = [*grid, 1, 1][:3]
-        self._code += [_LAUNCH, compiled.function, *sizes, _WARP * meta.num_warps, meta.shared, len(found) // 2, *found]
+        threads = _WARP * meta.num_warps
+        self._launches.append((compiled.function, threads, meta.shared))
+        self._code += [_LAUNCH, compiled.function, *sizes, threads, meta.shared, len(found) // 2, *found]
+
+    @property
+    def launches(self) -> list[tuple[int, int, int]]:
+        """The kernels launched: handle, threads, shared memory. Empty where C++ could not launch them."""
+        return self._launches if self._possible else []
 
     def finish(self, both: Tensor, sums: Sequence[Tensor]) -> None:
         """What comes out: norms and weights (2, B), and the sums."""
