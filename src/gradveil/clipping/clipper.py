@@ -89,7 +89,6 @@ class Clipper:
         self._slots: dict[int, int] = {}  # by parameter
         self._watched: list[tuple[str, Tensor]] = []  # by slot
         self._layers = layers()  # None: everything in Python
-        self._told: Any = None  # what it goes by
         self._sharded = any_sharded(module)
         if self._sharded:
             self._layers = None  # in C++ a layer's parameters are those it began with
@@ -110,9 +109,12 @@ class Clipper:
 
     @bounds.setter
     def bounds(self, bounds: Sequence[float]) -> None:
-        if tuple(bounds) == self._bounds:
+        bounds = tuple(bounds)
+        if bounds == self._bounds:
             return
-        self._bounds = tuple(bounds)
+        if len(bounds) != len(self.groups):
+            raise ConfigError(f"{len(bounds)} bounds for {len(self.groups)} groups. Give one for each.")
+        self._bounds = bounds
         margin = inside(torch.float32)
         self._bounds_inside = [bound * margin for bound in self._bounds]
         for kept in self._device_bounds.values():
@@ -211,14 +213,13 @@ class Clipper:
 
     def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
         """Layers of this pass may run in C++: nothing is padded or whitened, and an example is one row."""
-        clipper, number = self._gradients.number, library.next_number()
-        settings = (self._bounds, device, performance.settings().kept_elements)
-        if settings != self._told:
-            on_device = self._bounds_on(device).inside if device.type == "cuda" else None
-            library.set_settings(clipper, self._bounds_inside, on_device, settings[2])
-            self._told = settings
+        number = library.next_number()
         self._passes[number] = current
-        library.begin(clipper, number, current.batch, len(self.units))
+        on_device = self._bounds_on(device).inside if device.type == "cuda" else None
+        most_kept = performance.settings().kept_elements
+        library.begin(
+            self._gradients.number, number, current.batch, len(self.units), most_kept, self._bounds_inside, on_device
+        )
         current.library, current.number = library, number
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
