@@ -87,7 +87,7 @@ def test_a_clip_schedule_that_changes_the_noise_but_not_the_clip(monkeypatch):
     set_bounds = Clipper.bounds
 
     def never_moves(self, bounds):
-        if not hasattr(self, "_bounds"):
+        if not self._bounds:
             set_bounds.fset(self, bounds)
 
     monkeypatch.setattr(Clipper, "bounds", set_bounds.setter(never_moves))
