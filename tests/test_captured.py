@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import gradveil
-from gradveil import captured, randomness
+from gradveil import captured, device_noise, randomness
 from gradveil.captured import _per_example
 from gradveil.errors import ConfigError
 
@@ -104,7 +104,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def add_to(self, grads, stds, *, divide_by, owned=None):  # the noise of a GPU
-        randomness.add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
+        device_noise.add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
 
     monkeypatch.setattr(randomness.NoiseSource, "add_to", add_to)
     return "cpu"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from gradveil.bounds import WhitenedBounds
 from gradveil.clipping import Harvest
 from gradveil.clipping.passes import Padding
+from gradveil.device_noise import add_drawn_noise
 from gradveil.errors import ConfigError
 from gradveil.kernels import cuda, graphs
-from gradveil.randomness import add_drawn_noise
 from gradveil.records import Release, SideRelease
 from gradveil.release import StepFacts, noise_scale, record
 

@@ -38,9 +38,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradveil.device_noise import add_device_noise
 from gradveil.errors import ConfigError
-from gradveil.kernels import cuda, native
-from gradveil.kernels.layers import Layers, layers
+from gradveil.kernels import native
+from gradveil.kernels.layers import layers
 
 
 class SecretKey:
@@ -381,7 +382,10 @@ class NoiseSource:
     def _draw_parts(
         self, places: range, room: Callable[[range], np.ndarray[Any, Any]]
     ) -> Iterator[tuple[range, np.ndarray[Any, Any]]]:
-        """Some whole parts, one after the other, each drawn into the ``room`` for it. Each block has its own stream."""
+        """Some whole parts, one after the other, each drawn into the ``room`` for it. Each block has its own stream.
+
+        Until the last is taken no other noise may be drawn in this thread: see :meth:`SecretKey.fast_bits`.
+        """
         place, bits = places.start, None
         while place < places.stop:
             part = _part_at(place)
@@ -418,54 +422,3 @@ class NoiseSource:
         if self._side is None:
             self._side = self._key.stream("side-noise", self._step)
         return [float(value) for value in self._side.standard_normal(count)]
-
-
-def add_device_noise(
-    grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float, generator: torch.Generator
-) -> None:
-    """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
-    library = layers()
-    if library is not None:
-        _teach(library, grads[0].device)
-        library.add_noise(list(grads), list(stds), divide_by, generator)
-        return
-    draws = torch.randn(sum(g.numel() for g in grads), device=grads[0].device, generator=generator)
-    add_draws(grads, draws, stds, divide_by=divide_by)
-
-
-_taught: set[torch.device] = set()
-
-
-def _teach(library: Layers, device: torch.device) -> None:
-    """At first use on a GPU: which kernel adds noise there, where there is one."""
-    if device not in _taught:
-        _taught.add(device)
-        found = cuda.noise_kernel(device) if device.type == "cuda" else None
-        if found is not None:
-            library.learn_noise(device.index, *found)
-
-
-def add_draws(grads: Sequence[torch.Tensor], draws: torch.Tensor, stds: Sequence[float], *, divide_by: float) -> None:
-    """In place: g becomes (g + std z) / divide_by, with z the next numbers of ``draws``, which are used up."""
-    alike = len(set(stds)) == 1
-    if not alike:
-        torch._foreach_mul_(list(draws.split([g.numel() for g in grads])), list(stds))
-    add_drawn_noise(grads, draws, stds[0] if alike else 1.0, divide_by=divide_by)
-
-
-def add_drawn_noise(
-    grads: Sequence[torch.Tensor], draw: torch.Tensor, std: float | torch.Tensor, *, divide_by: float
-) -> None:
-    """In place: g becomes (g + std z) / divide_by, with z the next numbers of ``draw``, one for each element.
-
-    A ``std`` on the device is read when the kernels run, so that a captured graph follows a schedule.
-    """
-    grads = list(grads)
-    pieces = draw.split([g.numel() for g in grads])
-    views = [z if g.dim() == 1 else z.view(g.shape) for z, g in zip(pieces, grads, strict=True)]
-    if isinstance(std, torch.Tensor):
-        draw.mul_(std)
-        torch._foreach_add_(grads, views)
-    else:
-        torch._foreach_add_(grads, views, alpha=std)
-    torch._foreach_div_(grads, divide_by)

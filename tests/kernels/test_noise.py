@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gradveil import randomness
+from gradveil import device_noise, randomness
 from gradveil.kernels import native
 from gradveil.randomness import NoiseSource, SecretKey
 
@@ -274,7 +274,7 @@ def test_noise_of_a_gpu_goes_to_its_places_wherever_gradients_are(shapes):
         with torch.cuda.stream(side if elsewhere else torch.cuda.default_stream()):
             before, versions = [grad.clone() for grad in grads], [grad._version for grad in grads]
             generator.manual_seed(7)
-            randomness.add_device_noise(grads, [std] * len(grads), divide_by=7.0, generator=generator)
+            device_noise.add_device_noise(grads, [std] * len(grads), divide_by=7.0, generator=generator)
             generator.manual_seed(7)
             z = torch.randn(sum(sizes), device="cuda", generator=generator).split(sizes)
             for grad, old, values, version in zip(grads, before, z, versions, strict=True):
