@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from networks import compare
 from torch import nn
 from torch.nn import functional as F
@@ -13,8 +15,8 @@ from torch.nn import functional as F
 from gradveil.clipping import Clipper, make_groups, performance
 from gradveil.clipping.performance import Settings
 from gradveil.clipping.rules import conv, linear
-from gradveil.clipping.uses import workspace
-from gradveil.kernels import native
+from gradveil.clipping.uses import row_sq_norms, workspace
+from gradveil.kernels import layers, native
 
 SETTINGS = [
     Settings(),
@@ -179,3 +181,73 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
     for one, other in zip(found[:2], found[2:], strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@given(st.data())
+def test_patches_of_one_row_of_the_kernel_do_for_all_its_rows(data):
+    """On the CPU without compiled kernels: every gradient is that of autograd, whatever lies in the padding."""
+    draw, integers = data.draw, st.integers
+    groups, examples = draw(integers(1, 3)), draw(integers(0, 4))
+    kernel = (draw(integers(2, 4)), draw(integers(1, 4)))
+    channels, outputs = groups * -(-48 // kernel[1]), groups * draw(integers(1, 3))
+    layer = nn.Conv2d(
+        channels,
+        outputs,
+        kernel,
+        (1, draw(integers(1, 3))),
+        (draw(integers(0, 5)), draw(integers(0, 3))),
+        (draw(integers(1, 3)), draw(integers(1, 2))),
+        groups,
+    ).double()
+    generator = torch.Generator().manual_seed(draw(integers(0, 99)))
+    size = (draw(integers(1, 9)), draw(integers(1, 9)))
+    x = torch.randn(examples, channels, *size, generator=generator, dtype=torch.float64)
+    try:
+        shape = layer(torch.zeros(1, channels, *size, dtype=torch.float64)).shape[1:]
+    except RuntimeError:
+        assume(False)  # a kernel larger than the image
+    g = torch.randn(examples, *shape, generator=generator, dtype=torch.float64)
+    geometry = {"kernel": kernel, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+    use = conv.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **geometry)
+    assert use._by_rows
+    expected = [torch.zeros(examples, *p.shape, dtype=torch.float64) for p in layer.parameters()]
+    for i in range(examples):
+        of_example = torch.autograd.grad((layer(x[i : i + 1]) * g[i : i + 1]).sum(), list(layer.parameters()))
+        for whole, part in zip(expected, of_example, strict=True):
+            whole[i] = part
+    for found, exact in zip(use.per_example(slice(None)), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+    if examples:  # an empty batch has one row of zeros
+        with torch.no_grad(), performance.use(Settings(chunk_elements=2 * use.elements_per_example)):
+            weights = torch.rand(examples, generator=generator, dtype=torch.float64)
+            for square, exact in zip(use.sq_norms(), expected, strict=True):
+                torch.testing.assert_close(square, exact.flatten(1).square().sum(1), rtol=1e-9, atol=1e-9)
+            for total, exact in zip(use.weighted_sums([weights] * 2), expected, strict=True):
+                torch.testing.assert_close(total, torch.tensordot(weights, exact, 1), rtol=1e-9, atol=1e-9)
+
+
+def test_patches_of_a_row_use_the_same_memory_in_every_step(monkeypatch):
+    for module in (native, layers):
+        monkeypatch.setattr(module, "_load", lambda: (None, "left out by the test"))
+    workspace.clear()
+    model = nn.Sequential(nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 3))
+    x, y, sizes = torch.randn(5, 16, 6, 6), torch.randint(0, 3, (5,)), []
+    for _ in range(3):
+        single(model, x, y, "per-layer")
+        sizes.append(sorted(buffer.data_ptr() for buffer in workspace._free))
+    assert sizes[0] and sizes[0] == sizes[1] == sizes[2]
+    workspace.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 5000])
+def test_norms_of_long_rows_are_added_up_in_blocks(length, dtype, monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    rows = torch.randn(4, length, dtype=dtype) + 3.0
+    by_parts = torch.stack([rows, 2 * rows]).movedim(0, 1)  # in memory part by part
+    with torch.no_grad():
+        exact = rows.double().square().sum(1)
+        torch.testing.assert_close(row_sq_norms(rows).double(), exact, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(row_sq_norms(by_parts).double(), 5 * exact, rtol=1e-6, atol=0.0)
+        ones = torch.ones(1, 10**7, dtype=dtype)
+        assert float(row_sq_norms(ones)) == pytest.approx(1e7, rel=1e-6)

@@ -178,6 +178,53 @@ def test_threads_are_given_to_small_gradients_of_many_positions():
         torch.set_num_threads(before)
 
 
+def norms_of_sums(x, g):
+    """Of sum_t g_t x_t^T of every example, squared, in float64."""
+    return torch.einsum("bto,btd->bod", g.double(), x.double()).square().sum((1, 2))
+
+
+def gram_margin(x, g):
+    """What a sum of terms that cancel is raised by: eight roundings of the sum of their lengths at most."""
+    lengths = (x.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
+    return 8.0 * torch.finfo(torch.float32).eps * lengths.square()
+
+
+@needs_kernel
+@given(
+    st.integers(0, 5),
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.sampled_from(["random", "cancel"]),
+    st.integers(0, 99),
+)
+def test_norms_from_pairs_of_positions_are_those_of_the_gradient(examples, positions, inputs, outputs, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(examples, positions, inputs, generator=generator)
+    g = torch.randn(examples, positions, outputs, generator=generator)
+    if kind == "cancel":  # positions that undo each other, nearly
+        x = torch.cat([x, x + 1e-4 * torch.randn(x.shape, generator=generator)], 1)
+        g = torch.cat([g, -g], 1)
+    squares, sums = native.kernels().gram_squares(x, g, bias=True)
+    exact = norms_of_sums(x, g)
+    assert (squares >= exact).all()  # never underestimated
+    assert (squares - exact <= gram_margin(x, g)).all()
+    torch.testing.assert_close(sums, g.sum(1), rtol=1e-4, atol=1e-4)
+    alone, nothing = native.kernels().gram_squares(x, g, bias=False)
+    assert nothing is None
+    assert torch.equal(alone, squares)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("factor", [0, 1])
+def test_norms_from_pairs_of_positions_tell_what_is_not_finite(factor, bad):
+    factors = [torch.randn(4, 5, 7), torch.randn(4, 5, 3)]
+    factors[factor][2, 3, 1] = bad
+    squares, _ = native.kernels().gram_squares(*factors, bias=True)
+    assert squares.isfinite().tolist() == [True, True, False, True]
+
+
 @needs_kernel
 @pytest.mark.parametrize("vectors", ["-mno-avx512f", "-mno-avx"])
 def test_narrower_vectors_give_the_same(vectors, tmp_path, monkeypatch):
@@ -193,6 +240,10 @@ def test_narrower_vectors_give_the_same(vectors, tmp_path, monkeypatch):
     found = [k.conv2d_clip(x, g, geometry, bias=True, bound=1.0) for k in (narrow, native.kernels())]
     for a, b in zip(*([*f.sums, f.norms] for f in found), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    factors = torch.randn(3, 13, 37), torch.randn(3, 13, 21)
+    squares, _ = narrow.gram_squares(*factors, bias=True)
+    assert (squares >= norms_of_sums(*factors)).all()
+    assert (squares - norms_of_sums(*factors) <= gram_margin(*factors)).all()
 
 
 @needs_kernel

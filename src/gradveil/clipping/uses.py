@@ -66,6 +66,9 @@ class Use:
         """As :meth:`per_example`, each (b, ...) with its coordinates in any order, the same for all rows."""
         return self.per_example(rows)
 
+    def _done_with(self, grads: list[Tensor]) -> None:
+        """What :meth:`_gradients` gave has been used, and nobody holds on to it."""
+
     def _in_order(self, sums: list[Tensor]) -> list[Tensor]:
         """Sums of what :meth:`_gradients` gave, as the parameters have them."""
         return sums
@@ -82,8 +85,9 @@ class Use:
         raise NotImplementedError
 
     def chunks(self) -> list[slice]:
-        size = max(1, performance.settings().chunk(self.device) // max(1, self.elements_per_example))
-        return [slice(i, min(i + size, self.examples)) for i in range(0, self.examples, size)]
+        most = max(1, performance.settings().chunk(self.device) // max(1, self.elements_per_example))
+        count = -(-self.examples // most)
+        return [slice(self.examples * i // count, self.examples * (i + 1) // count) for i in range(count)]
 
     def sq_norms(self) -> list[Tensor]:
         """Norms by way of the gradients; where they fit the cache they are kept for the sums that follow."""
@@ -94,13 +98,19 @@ class Use:
             size = sum(g[0].numel() for g in grads)
             if self.keeps_gradients and self.examples * size <= performance.settings().kept(self.device):
                 kept.append(grads)
+            else:
+                self._done_with(grads)
         self._cached = kept or None
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        cached = self._cached or (self._gradients(rows) for rows in self.chunks())
-        chunks = zip(self.chunks(), cached, strict=True)
-        return self._in_order(_weighted_sums(([w[rows] for w in weights], grads) for rows, grads in chunks))
+        def parts() -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+            cached = self._cached or (self._gradients(rows) for rows in self.chunks())
+            for rows, grads in zip(self.chunks(), cached, strict=True):
+                yield [w[rows] for w in weights], grads
+                self._done_with(grads)
+
+        return self._in_order(_weighted_sums(parts()))
 
     def clipped_at_once(self, bound: float) -> native.Clipped | None:
         """On the CPU, sums clipped to ``bound`` over all parameters together, by a kernel; None: no short way."""
@@ -109,12 +119,14 @@ class Use:
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         """A few examples at a time: gradients, norms, weights, sum. The gradients are computed once."""
 
-        def part(rows: slice) -> tuple[list[Tensor], list[Tensor]]:
-            grads = self._gradients(rows)
-            weights, keep = weigh(rows, [row_sq_norms(g) for g in grads])
-            return weights, grads if keep is None else [keep_rows(g, keep) for g in grads]
+        def parts() -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+            for rows in self.chunks():
+                grads = self._gradients(rows)
+                weights, keep = weigh(rows, [row_sq_norms(g) for g in grads])
+                yield weights, grads if keep is None else [keep_rows(g, keep) for g in grads]
+                self._done_with(grads)
 
-        return self._in_order(_weighted_sums(part(rows) for rows in self.chunks()))
+        return self._in_order(_weighted_sums(parts()))
 
     def _clipped_by_norms(self, weigh: Weigh) -> list[Tensor]:
         """Norms of the whole batch first, then one contraction."""
@@ -124,17 +136,35 @@ class Use:
         return self.weighted_sums(weights)
 
 
+_BLOCK = 1024  # elements that are added up in float32 before anything else: more of them would leave the margin
+
+
 def row_sq_norms(g: Tensor) -> Tensor:
     """The squared norm of every row, in float32 or better."""
-    flat = wide(g).reshape(len(g), -1)  # a parameter may have no dimension at all
-    kernels = native.for_tensors(flat)
+    g = wide(g)
+    rows = _as_matrices(g, _lies_by_parts(g))
+    kernels = native.for_tensors(rows) if rows.dim() == 2 else None
     if kernels is not None:
-        return kernels.row_squares(flat).float()
-    if torch.is_grad_enabled():
-        squares: Tensor = torch.linalg.vecdot(flat, flat)
-        return squares
-    with workspace.room(flat, flat.numel()) as room:
-        return torch.mul(flat, flat, out=room.view(flat.shape)).sum(1)
+        return kernels.row_squares(rows).float()
+    inner = rows.shape[-1] // _BLOCK * _BLOCK if not torch.is_grad_enabled() else 0
+    rest = rows[..., inner:]
+    squares: Tensor = torch.linalg.vecdot(rest, rest)
+    if inner:
+        blocks = rows[..., :inner].unflatten(-1, (-1, _BLOCK))
+        squares += torch.linalg.vector_norm(blocks, dim=-1).square_().sum(-1)
+    return squares if squares.dim() == 1 else squares.sum(0)
+
+
+def _lies_by_parts(g: Tensor) -> bool:
+    """Whether gradients (b, parts, ...) lie in memory part by part, each with all examples."""
+    return g.dim() > 2 and g.shape[1] > 1 and g.stride(1) >= g.stride(0) and g.numel() > 0
+
+
+def _as_matrices(g: Tensor, by_parts: bool) -> Tensor:
+    """(b, -1) of gradients, or (parts, b, -1): where they lie so, the first would be a copy."""
+    if by_parts:
+        return g.movedim(1, 0).flatten(2)
+    return g.reshape(len(g), -1)  # a parameter may have no dimension at all
 
 
 def gram_sq_norms(xx: Tensor, gg: Tensor) -> Tensor:
@@ -153,13 +183,18 @@ def _weighted_sums(parts: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -
     """Of some examples after others, weights and gradients (b, ...) of each parameter: the weighted sums."""
     totals: list[Tensor] = []
     for weights, grads in parts:
-        pairs = [(w.to(g.dtype).unsqueeze(0), g.reshape(len(g), -1)) for w, g in zip(weights, grads, strict=True)]
         if not totals:
-            shapes = [g.shape[1:] for g in grads]
-            totals = [torch.mm(w, g) for w, g in pairs]
-        else:
-            for total, (w, g) in zip(totals, pairs, strict=True):
+            shapes, by_parts = [g.shape[1:] for g in grads], [_lies_by_parts(g) for g in grads]
+        rows = [_as_matrices(g, apart) for g, apart in zip(grads, by_parts, strict=True)]
+        of_rows = [w.to(g.dtype).unsqueeze(0) for w, g in zip(weights, grads, strict=True)]
+        if not totals:
+            totals = [torch.matmul(w, g) for w, g in zip(of_rows, rows, strict=True)]
+            continue
+        for total, w, g in zip(totals, of_rows, rows, strict=True):
+            if g.dim() == 2:
                 total.addmm_(w, g)
+            else:
+                total.baddbmm_(w.expand(len(g), *w.shape), g)
     return [total.view(shape) for total, shape in zip(totals, shapes, strict=True)] if totals else []
 
 

@@ -13,18 +13,9 @@
 
 #include "_native.h"
 
-// What one register holds: the compiler keeps sums of wider vectors in memory.
-#if defined(__AVX512F__)
-typedef vec reg;
-static const int ROWS = 6, VECS = 4;  // 24 accumulators of 32 registers
-#elif defined(__AVX__)
-typedef float reg __attribute__((vector_size(32), aligned(4), may_alias));
-static const int ROWS = 6, VECS = 1;  // a vector is two registers: 12 of 16
-#else
-typedef float reg __attribute__((vector_size(16), aligned(4), may_alias));
-static const int ROWS = 6, VECS = 1;  // four: 24 of 32
-#endif
-static const int REG = sizeof(reg) / sizeof(float);
+// Sums of a tile that are kept in registers: 24 of 32 with AVX-512, where a vector is one; 12 of 16 with AVX, where it is
+// two; 24 of 32 elsewhere.
+static const int ROWS = 6, VECS = REG == LANES ? 4 : 1;
 
 struct Shape {
     int C, H, W, O, OH, OW, KH, KW, SH, SW, PH, PW, DH, DW, G;
@@ -195,12 +186,6 @@ struct Told {
     }
 };
 
-static void add_scaled(float weight, const float* from, size_t size, float* to) {
-    size_t j = 0;
-    for (; j + LANES <= size; j += LANES) store(to + j, load(to + j) + weight * load(from + j));
-    for (; j < size; j++) to[j] += weight * from[j];
-}
-
 // to[column][row] = from[row][column].
 static void transpose(const float* from, size_t from_step, int rows, int columns, float* to, size_t to_step) {
     const int B = 16;      // whole cache lines on both sides
@@ -352,24 +337,6 @@ extern "C" long gradveil_linear_clip(const float* x, const float* g, long exampl
         }
     });
     return told.not_finite(examples);
-}
-
-// The sum of squares of a row: float within 1024 elements, double over them.
-static double row_square(const float* row, long n) {
-    double sum = 0.0;
-    long j = 0;
-    while (n - j >= LANES) {
-        const long end = n - j > 1024 ? j + 1024 : j + (n - j) / LANES * LANES;
-        vec a = vec{}, b = vec{};
-        for (; j + 2 * LANES <= end; j += 2 * LANES) {
-            const vec u = load(row + j), v = load(row + j + LANES);
-            a += u * u, b += v * v;
-        }
-        for (; j < end; j += LANES) a += load(row + j) * load(row + j);
-        sum += total(a + b);
-    }
-    for (; j < n; j++) sum += (double)row[j] * row[j];
-    return sum;
 }
 
 // Rank-one gradients g x^T (T = 1), weight, bias or both. scaled (B, O) = weight_i g_i,

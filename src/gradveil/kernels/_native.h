@@ -18,6 +18,17 @@ typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef double dvec __attribute__((vector_size(128), aligned(8), may_alias));  // as many lanes
 static const int LANES = 16;
 
+// What one register holds: the compiler keeps sums of wider vectors in memory.
+#if defined(__AVX512F__)
+static const int REG = 16;
+#elif defined(__AVX__)
+static const int REG = 8;
+#else
+static const int REG = 4;
+#endif
+typedef float reg __attribute__((vector_size(REG * 4), aligned(4), may_alias));
+typedef int32_t ireg __attribute__((vector_size(REG * 4), aligned(4), may_alias));
+
 static inline vec load(const float* at) { return *(const vec*)at; }
 static inline void store(float* at, vec v) { *(vec*)at = v; }
 static inline vec spread(float v) { return vec{} + v; }
@@ -27,6 +38,31 @@ static inline double total(vec v) {
     double sum = 0.0;
     for (int l = 0; l < LANES; l++) sum += v[l];
     return sum;
+}
+
+// The sum of squares of a row: float within 1024 elements, double over them.
+static inline double row_square(const float* row, long n) {
+    double sum = 0.0;
+    long j = 0;
+    while (n - j >= LANES) {
+        const long end = n - j > 1024 ? j + 1024 : j + (n - j) / LANES * LANES;
+        vec a = vec{}, b = vec{};
+        for (; j + 2 * LANES <= end; j += 2 * LANES) {
+            const vec u = load(row + j), v = load(row + j + LANES);
+            a += u * u, b += v * v;
+        }
+        for (; j < end; j += LANES) a += load(row + j) * load(row + j);
+        sum += total(a + b);
+    }
+    for (; j < n; j++) sum += (double)row[j] * row[j];
+    return sum;
+}
+
+// to += weight * from.
+static inline void add_scaled(float weight, const float* from, size_t size, float* to) {
+    size_t j = 0;
+    for (; j + LANES <= size; j += LANES) store(to + j, load(to + j) + weight * load(from + j));
+    for (; j < size; j++) to[j] += weight * from[j];
 }
 
 // Zeroed floats that begin with a cache line: a vector that lies across two of them takes two loads.

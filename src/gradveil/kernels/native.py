@@ -26,7 +26,7 @@ from torch import Tensor
 from gradveil.kernels import build
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_norms.cpp", "_noise.cpp"))
+SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_grams.cpp", "_norms.cpp", "_noise.cpp"))
 _HEADER = _HERE / "_native.h"
 # No fast-math: sums and norms stay IEEE. Without errno, square roots are one instruction; their values are the same.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-std=c++17")
@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_long,
         [c_void_p, c_void_p, c_long, c_long, c_long, c_int, c_int, c_double, c_int, *[c_void_p] * 4],
     ),
+    "gradveil_gram_squares": (None, [c_void_p, c_void_p, c_long, c_long, c_long, c_long, c_int, c_void_p, c_void_p]),
     "gradveil_row_squares": (None, [c_void_p, c_long, c_long, c_int, c_void_p]),
     "gradveil_weighted_rows": (None, [c_void_p, c_long, c_long, c_void_p, c_int, c_void_p]),
     "gradveil_group_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 4, c_int, *[c_void_p] * 3]),
@@ -263,6 +264,29 @@ class Kernels:
         if weight:  # zero times an input that is not finite is not zero
             sums.insert(0, scaled.mT @ (torch.where(norms.isfinite().unsqueeze(1), x, 0.0) if lost else x))
         return Clipped(sums, norms, weights, lost)
+
+    def gram_squares(self, x_BTD: Tensor, g_BTO: Tensor, *, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """The squared norm (float64) of every example's weight gradient, never underestimated; and the gradients (B, O)
+        of the bias, where asked for.
+        """
+        x, g = x_BTD.contiguous(), g_BTO.contiguous()
+        examples, positions, inputs = x.shape
+        outputs = g.shape[2]
+        squares = torch.empty(examples, dtype=torch.float64)
+        sums = torch.empty(examples, outputs) if bias else None
+        workers = _workers_for_products(examples, positions * positions, inputs + outputs)
+        self._library.gradveil_gram_squares(
+            x.data_ptr(),
+            g.data_ptr(),
+            examples,
+            positions,
+            inputs,
+            outputs,
+            workers,
+            squares.data_ptr(),
+            _pointer(sums),
+        )
+        return squares, sums
 
     # ---- rows
 

@@ -50,6 +50,13 @@ _BY_CONVOLUTION = 12_000_000
 # It takes several examples at once, each a group of channels: quick where channels fill its vectors, slow otherwise.
 # More examples than these at once only leave the cache.
 _VECTOR, _AT_ONCE = 16, 8
+# One row of the kernel at a time: quick from so many columns of the product on, and for more examples at once.
+_COLUMNS, _MORE_AT_ONCE = 48, 3
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether the workspace has buffers of its kind."""
+    return t.is_cpu and t.dtype is torch.float32
 
 
 class ConvUse(Use):
@@ -88,9 +95,14 @@ class ConvUse(Use):
         self._lent = False  # whether the buffer is the workspace's
         self._dropped: Tensor | None = None
         work = self.pixels * self.taps * field.shape[1] // groups * map_.shape[1]
-        self._by_convolution = self.device.type == "cpu" and not transposed and work >= _BY_CONVOLUTION
+        gradient = field.shape[1] * self.taps * map_.shape[1] // groups
+        self._by_rows = self.device.type == "cpu" and not transposed and self._rows_are_views
+        if self._by_rows:
+            self.elements_per_example = (gradient + math.prod(self._patches_of_a_row(1))) // _MORE_AT_ONCE
+        self._by_convolution = (
+            self.device.type == "cpu" and not transposed and not self._by_rows and work >= _BY_CONVOLUTION
+        )
         if self._by_convolution:  # no patches
-            gradient = field.shape[1] * self.taps * map_.shape[1] // groups
             used = gradient + math.prod(field.shape[1:]) + math.prod(map_.shape[1:])
             self.elements_per_example = max(used, performance.settings().chunk(self.device) // _AT_ONCE)
         self.formula = "direct"
@@ -118,6 +130,8 @@ class ConvUse(Use):
             map_ = self.map[rows]
             b, channels = map_.shape[:2]
             field = self.field[rows]
+            if self._by_rows:
+                return [self._products_by_rows(map_, field), *self._bias_gradients(rows)]
             if self._by_convolution:
                 product = self._weight_gradients(map_, field)
             else:
@@ -125,7 +139,56 @@ class ConvUse(Use):
                     product = self._product_with_patches(map_, field, room)
             shape = (self.groups, -1, channels // self.groups) if self._outputs_last else (channels, -1)
             found.append(product.view(b, *shape))
-        return found + ([self.g[rows].flatten(2).sum(2)] if self.bias else [])
+        return found + self._bias_gradients(rows)
+
+    def _bias_gradients(self, rows: slice) -> list[Tensor]:
+        return [self.g[rows].flatten(2).sum(2)] if self.bias else []
+
+    @property
+    def _rows_are_views(self) -> bool:
+        """Whether patches that hold one row of the kernel do for all its rows, further down in the same memory."""
+        if len(self.kernel) != 2 or self.kernel[0] == 1 or self.stride[0] != 1:
+            return False
+        return self.field.shape[1] // self.groups * self.kernel[1] >= _COLUMNS
+
+    def _patches_of_a_row(self, examples: int) -> tuple[int, ...]:
+        """(b, G, KW, C/G, H, output width)"""
+        channels, height = self.field.shape[1] // self.groups, self.field.shape[2]
+        return examples, self.groups, self.kernel[1], channels, height, self.map.shape[3]
+
+    def _products_by_rows(self, map_: Tensor, field: Tensor) -> Tensor:
+        """(b, KH, G, O/G, KW C/G), in memory (KH, b, ...): a batched product for every row of the kernel.
+
+        What a row of the kernel sees above and below the field is zero, and left out.
+        """
+        b, c, high, wide = field.shape
+        shape, side = self._patches_of_a_row(b), self.padding[1]
+        columns, width = shape[2] * shape[3], shape[5]
+        maps = map_.reshape(b * self.groups, map_.shape[1] // self.groups, self.pixels)
+        sizes = (self.kernel[0], *maps.shape[:2], columns)
+        found = workspace.take(1, math.prod(sizes)) if _is_plain(map_) else map_.new_empty(math.prod(sizes))
+        found = found.view(sizes)
+        with workspace.room(field, math.prod(shape)) as room:
+            with workspace.room(field, b * c * high * (wide + 2 * side)) as padded:
+                frame = padded.view(b, c, high, wide + 2 * side)
+                frame[..., :side], frame[..., side : side + wide], frame[..., side + wide :] = 0.0, field, 0.0
+                channel, line = frame.stride()[1:3]
+                steps = (c * channel, c // self.groups * channel, self.dilation[1], channel, line, self.stride[1])
+                room.view(shape).copy_(frame.as_strided(shape, steps, frame.storage_offset()))
+            patches = room.view(maps.shape[0], columns, high * width)
+            for row in range(self.kernel[0]):
+                down = row * self.dilation[0] - self.padding[0]  # from a line of the map to the one it sees
+                first, last = max(0, -down), min(map_.shape[2], high - down)
+                if first >= last:
+                    found[row].zero_()
+                    continue
+                seen = patches[:, :, (first + down) * width : (last + down) * width]
+                torch.bmm(maps[:, :, first * width : last * width], seen.mT, out=found[row])
+        return found.view(self.kernel[0], b, self.groups, maps.shape[1], columns).movedim(0, 1)
+
+    def _done_with(self, grads: list[Tensor]) -> None:
+        if self._by_rows and self.weight and _is_plain(grads[0]):
+            workspace.give_back(grads[0])
 
     def _product_with_patches(self, map_: Tensor, field: Tensor, room: Tensor) -> Tensor:
         """The gradients, by patches that are put into ``room``."""
@@ -149,7 +212,7 @@ class ConvUse(Use):
         """The ordinary gradient, of all examples given together."""
         shape = (map_.shape[1], field.shape[1] // groups, *self.kernel)
         # Only the shape of the weight counts, but it would be copied if it were not contiguous.
-        reused = map_.dtype is torch.float32 and map_.is_cpu
+        reused = _is_plain(map_)
         stand_in = workspace.take(1, math.prod(shape)) if reused else map_.new_empty(1)
         found: Tensor = torch.ops.aten.convolution_backward(
             map_,
@@ -174,6 +237,10 @@ class ConvUse(Use):
     def _weight_in_order(self, weight: Tensor, examples: tuple[int, ...]) -> Tensor:
         """(*examples, O, C/G, *kernel) from the order of the patches."""
         shape = (*examples, self.map.shape[1])
+        if self._by_rows:  # (..., KH, G, O/G, KW, C/G)
+            n, weight = len(examples), weight.unflatten(-1, (self.kernel[1], -1))
+            order = (*range(n), n + 1, n + 2, n + 4, n, n + 3)
+            return weight.permute(order).reshape(*shape, weight.shape[-1], *self.kernel)
         if self._outputs_last:
             return weight.mT.reshape(*shape, -1, *self.kernel)
         if self._channels_inside:
@@ -183,7 +250,7 @@ class ConvUse(Use):
     @property
     def _outputs_last(self) -> bool:
         """Whether a product with patches has the outputs innermost: quicker on the CPU where they fill its vectors."""
-        by_patches = not self._by_convolution and not self._channels_inside
+        by_patches = not self._by_rows and not self._by_convolution and not self._channels_inside
         return by_patches and self.device.type == "cpu" and self.map.shape[1] // self.groups % _VECTOR == 0
 
     @property
@@ -191,7 +258,8 @@ class ConvUse(Use):
         """Whether patches are cut with the channels innermost: copying is quick where runs are long."""
         of_channels = self.field.shape[1] * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
         of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
-        return not self._by_convolution and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
+        by_patches = not self._by_rows and not self._by_convolution
+        return by_patches and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
 
     def _patches(self, x: Tensor, room: Tensor) -> Tensor:
         """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""
@@ -237,7 +305,7 @@ class ConvUse(Use):
         if self._buffer is not None:
             return self._buffered_squares()
         if self.formula == "gram":
-            bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
+            bias = [row_sq_norms(g) for g in self._bias_gradients(slice(None))]
             return [self._gram_sq_norms(), *bias]
         geometry = self._geometry()
         kernels = native.kernels() if geometry is not None else None
@@ -246,7 +314,7 @@ class ConvUse(Use):
         if self.examples * geometry.size > performance.settings().kept(self.device):
             # Norms only: nothing is added to the sums of a bound of zero.
             norms = kernels.conv2d_clip(*self._lifted(), geometry, bias=False, bound=0.0).norms
-            bias = [row_sq_norms(self.g.flatten(2).sum(2))] if self.bias else []
+            bias = [row_sq_norms(g) for g in self._bias_gradients(slice(None))]
             return [norms.square().float(), *bias]
         buffer = workspace.take(self.examples, geometry.size)
         biases, self._norms = kernels.conv2d_gradients(*self._lifted(), geometry, bias=self.bias, buffer=buffer)

@@ -56,6 +56,7 @@ class LinearUse(Use):
 
     keeps_gradients = False  # one product of scaled rows gives the sum
     half = False  # x and g are kept in half precision: see :func:`stays_half`
+    _of_bias: Tensor | None = None
 
     def __init__(self, x: Tensor, g: Tensor, *, weight: bool, bias: bool) -> None:
         self.examples, self.device = x.shape[0], x.device
@@ -84,7 +85,7 @@ class LinearUse(Use):
         return self.g if self.g.dim() == 3 else self.g.unsqueeze(1)
 
     def _drop(self, keep: Tensor) -> None:
-        self.x, self.g = keep_rows(self.x, keep), keep_rows(self.g, keep)
+        self.x, self.g, self._of_bias = keep_rows(self.x, keep), keep_rows(self.g, keep), None
 
     def per_example(self, rows: slice) -> list[Tensor]:
         return self._gradients(rows)
@@ -108,28 +109,37 @@ class LinearUse(Use):
     def sq_norms(self) -> list[Tensor]:
         if self.formula == "direct":
             return super().sq_norms()
-        bias_sq = row_sq_norms(self.g.sum(1) if self.positions != 1 else self.g)
-        found = []
-        if self.weight and self.formula == "rank-one":
-            found.append(row_sq_norms(self.x) * bias_sq)
-        elif self.weight:
-            xx, gg = torch.bmm(self.x, self.x.mT), torch.bmm(self.g, self.g.mT)
-            found.append(gram_sq_norms(xx, gg))
-        return found + ([bias_sq] if self.bias else [])
+        if self.formula == "gram":
+            return [self._gram_sq_norms()] + ([row_sq_norms(self._bias_gradients)] if self.bias else [])
+        of_g = row_sq_norms(self._bias_gradients)
+        return ([row_sq_norms(self.x) * of_g] if self.weight else []) + ([of_g] if self.bias else [])
+
+    def _gram_sq_norms(self) -> Tensor:
+        kernels = native.for_tensors(self.x, self.g)
+        if kernels is None:
+            return gram_sq_norms(torch.bmm(self.x, self.x.mT), torch.bmm(self.g, self.g.mT))
+        squares, self._of_bias = kernels.gram_squares(self.x, self.g, bias=self.bias)
+        return squares.float()
+
+    @property
+    def _bias_gradients(self) -> Tensor:
+        """(B, O)"""
+        if self._of_bias is None:
+            self._of_bias = self.g.sum(1) if self.positions != 1 else self.g
+        return self._of_bias
 
     def weighted_sums(self, weights: Sequence[Tensor]) -> list[Tensor]:
         if self.half:
             return super().weighted_sums(weights)
-        scaled: dict[int, Tensor] = {}
-        for w in weights:
-            if id(w) not in scaled:
-                rows = self.g * w.to(self.g.dtype).view(-1, *[1] * (self.g.dim() - 1))
-                scaled[id(w)] = rows if rows.dim() == 2 else rows.flatten(0, 1)
         found = []
         if self.weight:
-            x = self.x if self.x.dim() == 2 else self.x.flatten(0, 1)
-            found.append(scaled[id(weights[0])].mT @ x)
-        return self._in_order(found + ([scaled[id(weights[-1])].sum(0)] if self.bias else []))
+            w = weights[0].to(self.g.dtype).view(-1, *[1] * (self.g.dim() - 1))
+            narrow = self.x.shape[-1] < self.g.shape[-1]  # there is less of x to scale
+            x, g = (self.x * w, self.g) if narrow else (self.x, self.g * w)
+            found.append(g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1]))
+        if self.bias:
+            found.append(weights[-1].to(self.g.dtype) @ self._bias_gradients)
+        return self._in_order(found)
 
     def clipped_sums(self, weigh: Weigh) -> list[Tensor]:
         return super().clipped_sums(weigh) if self.formula == "direct" else self._clipped_by_norms(weigh)
