@@ -173,7 +173,7 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
         monkeypatch.setattr(conv, "_BY_CONVOLUTION", least)
         for groups in (1, 2):
             use = conv.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
-            assert use._by_convolution == (least == 1)
+            assert use._way == ("convolution" if least == 1 else "patches")
             grads = use.per_example(slice(0, 3))
             assert all(grad[0].isfinite().all() and grad[2].isfinite().all() for grad in grads)
             use.keep(torch.tensor([True, False, True]))
@@ -209,7 +209,7 @@ def test_patches_of_one_row_of_the_kernel_do_for_all_its_rows(data):
     g = torch.randn(examples, *shape, generator=generator, dtype=torch.float64)
     geometry = {"kernel": kernel, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
     use = conv.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **geometry)
-    assert use._by_rows
+    assert use._way == "rows"
     expected = [torch.zeros(examples, *p.shape, dtype=torch.float64) for p in layer.parameters()]
     for i in range(examples):
         of_example = torch.autograd.grad((layer(x[i : i + 1]) * g[i : i + 1]).sum(), list(layer.parameters()))

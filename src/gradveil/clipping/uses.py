@@ -147,11 +147,14 @@ def row_sq_norms(g: Tensor) -> Tensor:
     if kernels is not None:
         return kernels.row_squares(rows).float()
     inner = rows.shape[-1] // _BLOCK * _BLOCK if not torch.is_grad_enabled() else 0
-    rest = rows[..., inner:]
-    squares: Tensor = torch.linalg.vecdot(rest, rest)
+    found = []
     if inner:
         blocks = rows[..., :inner].unflatten(-1, (-1, _BLOCK))
-        squares += torch.linalg.vector_norm(blocks, dim=-1).square_().sum(-1)
+        found.append(torch.linalg.vector_norm(blocks, dim=-1).square_().sum(-1))
+    if inner < rows.shape[-1] or not inner:
+        rest = rows[..., inner:]
+        found.append(torch.linalg.vecdot(rest, rest))
+    squares: Tensor = sum(found[1:], start=found[0])
     return squares if squares.dim() == 1 else squares.sum(0)
 
 

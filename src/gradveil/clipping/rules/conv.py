@@ -50,8 +50,9 @@ _BY_CONVOLUTION = 12_000_000
 # It takes several examples at once, each a group of channels: quick where channels fill its vectors, slow otherwise.
 # More examples than these at once only leave the cache.
 _VECTOR, _AT_ONCE = 16, 8
-# One row of the kernel at a time: quick from so many columns of the product on, and for more examples at once.
-_COLUMNS, _MORE_AT_ONCE = 48, 3
+# Patches of a row of the kernel are quick from so many columns of the product on, and up to so many elements of an
+# example; several times the usual number of examples at once.
+_COLUMNS, _MOST_BY_ROWS, _MORE_AT_ONCE = 48, 1 << 17, 3
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -90,21 +91,10 @@ class ConvUse(Use):
         self.g = self.field if transposed else self.map
         self.kernel, self.stride, self.padding, self.dilation, self.groups = kernel, stride, padding, dilation, groups
         self.taps, self.pixels = math.prod(kernel), math.prod(map_.shape[2:])
-        self.elements_per_example = field.shape[1] * self.taps * max(self.pixels, map_.shape[1] // groups)
         self._buffer: tuple[Tensor, Tensor, native.ConvGeometry] | None = None  # gradients of weight and bias, in C++
         self._lent = False  # whether the buffer is the workspace's
         self._dropped: Tensor | None = None
-        work = self.pixels * self.taps * field.shape[1] // groups * map_.shape[1]
-        gradient = field.shape[1] * self.taps * map_.shape[1] // groups
-        self._by_rows = self.device.type == "cpu" and not transposed and self._rows_are_views
-        if self._by_rows:
-            self.elements_per_example = (gradient + math.prod(self._patches_of_a_row(1))) // _MORE_AT_ONCE
-        self._by_convolution = (
-            self.device.type == "cpu" and not transposed and not self._by_rows and work >= _BY_CONVOLUTION
-        )
-        if self._by_convolution:  # no patches
-            used = gradient + math.prod(field.shape[1:]) + math.prod(map_.shape[1:])
-            self.elements_per_example = max(used, performance.settings().chunk(self.device) // _AT_ONCE)
+        self._way, self.elements_per_example = self._way_to_gradients()
         self.formula = "direct"
         if weight and one_contraction:
             places = math.prod(n + 2 * p for n, p in zip(field.shape[2:], padding, strict=True))
@@ -119,6 +109,28 @@ class ConvUse(Use):
 
     # ---- per-example gradients, by PyTorch
 
+    def _way_to_gradients(self) -> tuple[str, int]:
+        """How they are formed, and the elements that an example takes meanwhile.
+
+        patches       all that the kernel sees is copied, and a batched product taken
+        rows          what one row of the kernel sees is copied, which does for its other rows further down in the same
+                      memory; a batched product for each of them (on the CPU)
+        convolution   PyTorch's own weight gradient, every example a group of channels (on the CPU)
+        """
+        outputs = self.map.shape[1] // self.groups
+        taken = self.field.shape[1] * self.taps * max(self.pixels, outputs)
+        if self.device.type != "cpu" or self.transposed:
+            return "patches", taken
+        gradient = self.field.shape[1] * self.taps * outputs
+        if len(self.kernel) == 2 and self.kernel[0] > 1 and self.stride[0] == 1:
+            of_rows = gradient + math.prod(self._patches_of_a_row(1))
+            if self.field.shape[1] // self.groups * self.kernel[1] >= _COLUMNS and of_rows <= _MOST_BY_ROWS:
+                return "rows", of_rows // _MORE_AT_ONCE
+        if gradient * self.pixels >= _BY_CONVOLUTION:
+            taken = gradient + math.prod(self.field.shape[1:]) + math.prod(self.map.shape[1:])
+            return "convolution", max(taken, performance.settings().chunk(self.device) // _AT_ONCE)
+        return "patches", taken
+
     def per_example(self, rows: slice) -> list[Tensor]:
         found = self._gradients(rows)
         return [self._weight_in_order(found[0], (len(found[0]),)), *found[1:]] if self.weight else found
@@ -130,9 +142,9 @@ class ConvUse(Use):
             map_ = self.map[rows]
             b, channels = map_.shape[:2]
             field = self.field[rows]
-            if self._by_rows:
+            if self._way == "rows":
                 return [self._products_by_rows(map_, field), *self._bias_gradients(rows)]
-            if self._by_convolution:
+            if self._way == "convolution":
                 product = self._weight_gradients(map_, field)
             else:
                 with workspace.room(field, b * field.shape[1] * self.taps * self.pixels) as room:
@@ -143,13 +155,6 @@ class ConvUse(Use):
 
     def _bias_gradients(self, rows: slice) -> list[Tensor]:
         return [self.g[rows].flatten(2).sum(2)] if self.bias else []
-
-    @property
-    def _rows_are_views(self) -> bool:
-        """Whether patches that hold one row of the kernel do for all its rows, further down in the same memory."""
-        if len(self.kernel) != 2 or self.kernel[0] == 1 or self.stride[0] != 1:
-            return False
-        return self.field.shape[1] // self.groups * self.kernel[1] >= _COLUMNS
 
     def _patches_of_a_row(self, examples: int) -> tuple[int, ...]:
         """(b, G, KW, C/G, H, output width)"""
@@ -187,7 +192,7 @@ class ConvUse(Use):
         return found.view(self.kernel[0], b, self.groups, maps.shape[1], columns).movedim(0, 1)
 
     def _done_with(self, grads: list[Tensor]) -> None:
-        if self._by_rows and self.weight and _is_plain(grads[0]):
+        if self._way == "rows" and self.weight and _is_plain(grads[0]):
             workspace.give_back(grads[0])
 
     def _product_with_patches(self, map_: Tensor, field: Tensor, room: Tensor) -> Tensor:
@@ -237,7 +242,7 @@ class ConvUse(Use):
     def _weight_in_order(self, weight: Tensor, examples: tuple[int, ...]) -> Tensor:
         """(*examples, O, C/G, *kernel) from the order of the patches."""
         shape = (*examples, self.map.shape[1])
-        if self._by_rows:  # (..., KH, G, O/G, KW, C/G)
+        if self._way == "rows":  # (..., KH, G, O/G, KW, C/G)
             n, weight = len(examples), weight.unflatten(-1, (self.kernel[1], -1))
             order = (*range(n), n + 1, n + 2, n + 4, n, n + 3)
             return weight.permute(order).reshape(*shape, weight.shape[-1], *self.kernel)
@@ -250,16 +255,19 @@ class ConvUse(Use):
     @property
     def _outputs_last(self) -> bool:
         """Whether a product with patches has the outputs innermost: quicker on the CPU where they fill its vectors."""
-        by_patches = not self._by_rows and not self._by_convolution and not self._channels_inside
-        return by_patches and self.device.type == "cpu" and self.map.shape[1] // self.groups % _VECTOR == 0
+        return (
+            self._way == "patches"
+            and not self._channels_inside
+            and self.device.type == "cpu"
+            and self.map.shape[1] // self.groups % _VECTOR == 0
+        )
 
     @property
     def _channels_inside(self) -> bool:
         """Whether patches are cut with the channels innermost: copying is quick where runs are long."""
         of_channels = self.field.shape[1] * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
         of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
-        by_patches = not self._by_rows and not self._by_convolution
-        return by_patches and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
+        return self._way == "patches" and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
 
     def _patches(self, x: Tensor, room: Tensor) -> Tensor:
         """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""
