@@ -5,10 +5,11 @@
 
 Each workload runs in every mode of modes.py: plain SGD, gradveil per layer and flat, with and without compiled
 kernels, in channels_last, every mode of Opacus, and JAX-Privacy. Steps take turns, so that a busy machine slows all of
-them alike; a mode that is many times slower than plain SGD takes fewer turns. A short step is taken twice in its turn
-and the second is timed: nobody pays for the caches that the mode before left cold. On a GPU a turn is several steps in
-a row, as in training, where the host goes ahead of the device; their mean is one sample. Medians and quartiles; ratios
-are of medians. Peak memory is that of some steps above the level before the model was made; on the CPU see memory.py.
+them alike; a mode that is many times slower than plain SGD takes fewer turns. A short step is taken six times in its
+turn, and all but the first are timed: nobody pays for the caches that the mode before left cold. On a GPU a turn is
+several steps in a row, as in training, where the host goes ahead of the device; their mean is one sample. Medians and
+quartiles; ratios are of medians. Peak memory is that of some steps above the level before the model was made; on the
+CPU see memory.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from workloads import WORKLOADS, Workload
 
 PATIENCE = 5  # a mode takes every k-th turn if a step of it takes 5 k times a plain one
 LEAST = 5  # samples of each mode that takes every turn, 3 of the others
-SHORT = 0.05  # seconds
+SHORT, TIMED = 0.05, 5  # seconds, and how many of a turn's short steps are timed
 ROW = 0.03  # seconds of a turn on a GPU, or 20 steps if that is less
 ON_CUDA = (
     "highest allocation during a step after warm-up, above the allocation before model and data were made; not "
@@ -110,10 +111,11 @@ def measure(w: Workload, device: str, seconds: float, modes: list[str], memory_t
     while time.perf_counter() < end or any(len(t) < (LEAST if every[n] == 1 else 3) for n, t in times.items()):
         for name, mode in ready.items():
             if turn % every[name] == 0:
-                if mode.about < SHORT:
+                short, cpu = mode.about < SHORT, device == "cpu"
+                if short:
                     mode.step()
-                in_a_row = 1 if device == "cpu" else max(1, min(20, int(ROW / mode.about)))
-                times[name].append(timed(mode.step, device, in_a_row))
+                in_a_row = 1 if cpu else max(1, min(20, int(ROW / mode.about)))
+                times[name] += [timed(mode.step, device, in_a_row) for _ in range(TIMED if short and cpu else 1)]
         turn += 1
     middle = {name: statistics.median(t) for name, t in times.items()}
     rows: dict[str, dict[str, Any]] = {}

@@ -532,10 +532,11 @@ class Clipper:
         if current.empty:
             return torch.zeros_like(norms)
         bound: float | Tensor = self._bounds_on(norms.device).exact_of[group] if norms.is_cuda else self.bounds[group]
+        scale = bound * inside(dtype)
         if self.gamma is None:
-            weights = (bound * inside(dtype) / norms).clamp_(max=1.0).nan_to_num_(nan=0.0)
+            weights = norms.reciprocal().mul_(scale).clamp_(max=1.0).nan_to_num_(nan=0.0)
         else:
-            weights = (bound * inside(dtype) / (norms + self.gamma)).nan_to_num_(nan=0.0)
+            weights = (norms + self.gamma).reciprocal_().mul_(scale).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
         self._harvest.note(group, norms, weights, bound)

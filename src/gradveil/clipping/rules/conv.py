@@ -118,9 +118,12 @@ class ConvUse(Use):
         convolution   PyTorch's own weight gradient, every example a group of channels (on the CPU)
         """
         outputs = self.map.shape[1] // self.groups
-        taken = self.field.shape[1] * self.taps * max(self.pixels, outputs)
-        if self.device.type != "cpu" or self.transposed:
-            return "patches", taken
+        of_patches = self.field.shape[1] * self.taps * max(self.pixels, outputs)
+        if self.device.type != "cpu":
+            return "patches", of_patches
+        of_patches //= 2  # patches are written once and read once: they need not stay in the nearest cache
+        if self.transposed:
+            return "patches", of_patches
         gradient = self.field.shape[1] * self.taps * outputs
         if len(self.kernel) == 2 and self.kernel[0] > 1 and self.stride[0] == 1:
             of_rows = gradient + math.prod(self._patches_of_a_row(1))
@@ -129,7 +132,7 @@ class ConvUse(Use):
         if gradient * self.pixels >= _BY_CONVOLUTION:
             taken = gradient + math.prod(self.field.shape[1:]) + math.prod(self.map.shape[1:])
             return "convolution", max(taken, performance.settings().chunk(self.device) // _AT_ONCE)
-        return "patches", taken
+        return "patches", of_patches
 
     def per_example(self, rows: slice) -> list[Tensor]:
         found = self._gradients(rows)
