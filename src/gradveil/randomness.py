@@ -31,7 +31,7 @@ import itertools
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,16 @@ def _own_bits() -> tuple[np.random.SFC64, Any]:
     return _of_thread.bits, _of_thread.state
 
 
+def _own_room(count: int) -> np.ndarray[Any, Any]:
+    """Room for values in float32, of this thread: until the next that is asked for."""
+    room: np.ndarray[Any, Any] | None = getattr(_of_thread, "room", None)
+    if room is None or len(room) < count:
+        room = _of_thread.room = np.empty(count, dtype=np.float32)
+    return room[:count]
+
+
 _BLOCK = 1 << 18  # values of one stream
+_AT_ONCE = 1 << 19  # values that are drawn before they are added to gradients
 _LEAST_PART, _MOST_PART = 1 << 14, 1 << 16
 _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
 
@@ -375,45 +384,41 @@ class NoiseSource:
     def _parts(self, places: range, wanted: Any) -> np.ndarray[Any, Any]:
         """Some whole parts, one after the other."""
         out = np.empty(len(places), dtype=wanted)
-        for _ in self._draw_parts(places, lambda part: out[part.start - places.start : part.stop - places.start]):
-            pass
+        self._draw_parts(places, out)
         return out
 
-    def _draw_parts(
-        self, places: range, room: Callable[[range], np.ndarray[Any, Any]]
-    ) -> Iterator[tuple[range, np.ndarray[Any, Any]]]:
-        """Some whole parts, one after the other, each drawn into the ``room`` for it. Each block has its own stream.
-
-        Until the last is taken no other noise may be drawn in this thread: see :meth:`SecretKey.fast_bits`.
-        """
+    def _draw_parts(self, places: range, out: np.ndarray[Any, Any]) -> None:
+        """Some whole parts, one after the other, drawn into ``out``. Each block has its own stream."""
         place, bits = places.start, None
         while place < places.stop:
             part = _part_at(place)
-            values = room(part)
             if bits is None or place % _BLOCK == 0:
                 bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + place // _BLOCK)
                 if passed := place % _BLOCK:  # one word for two values in float32, one for each in float64
-                    bits.random_raw(passed if values.dtype == np.float64 else passed // 2, output=False)
-            _box_muller(bits, values)
-            yield part, values
+                    bits.random_raw(passed if out.dtype == np.float64 else passed // 2, output=False)
+            _box_muller(bits, out[place - places.start : part.stop - places.start])
             place = part.stop
 
     def _add_by_parts(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
-        """As :meth:`add_to`, one part after the other: the values of a whole model would leave the cache."""
+        """As :meth:`add_to`, some parts after the other: the values of a whole model would leave the cache."""
         sizes = [grad.numel() for grad in grads]
         start = self._take(sum(sizes), torch.float32)
         edges = list(itertools.accumulate(sizes, initial=start))  # of the tensors in the sequence
-        scratch = np.empty(_MOST_PART, dtype=np.float32)
-        places = range(_part_at(start).start, _part_at(edges[-1] - 1).stop) if edges[-1] > start else range(0)
-        tensor = 0
-        for part, values in self._draw_parts(places, lambda part: scratch[: len(part)]):
-            drawn, place = torch.from_numpy(values), max(start, part.start)
-            while place < min(part.stop, edges[-1]):
+        tensor, place = 0, start
+        while place < edges[-1]:
+            first = _part_at(place).start
+            last = _part_at(min(edges[-1], first + _AT_ONCE) - 1).stop
+            values = _own_room(last - first)
+            self._draw_parts(range(first, last), values)
+            drawn = torch.from_numpy(values)
+            while place < min(last, edges[-1]):
                 while edges[tensor + 1] <= place:
                     tensor += 1
-                stop, first = min(part.stop, edges[tensor + 1]), edges[tensor]
-                noise = drawn[place - part.start : stop - part.start]
-                grads[tensor].view(-1)[place - first : stop - first].add_(noise, alpha=stds[tensor])
+                stop, begin = min(last, edges[tensor + 1]), edges[tensor]
+                part = grads[tensor].view(-1)
+                if stop - place != len(part):
+                    part = part[place - begin : stop - begin]
+                part.add_(drawn[place - first : stop - first], alpha=stds[tensor])
                 place = stop
         torch._foreach_div_(list(grads), divide_by)
 

@@ -89,6 +89,7 @@ class Clipper:
         self._slots: dict[int, int] = {}  # by parameter
         self._watched: list[tuple[str, Tensor]] = []  # by slot
         self._layers = layers()  # None: everything in Python
+        self._told: Any = None  # what it goes by
         self._sharded = any_sharded(module)
         if self._sharded:
             self._layers = None  # in C++ a layer's parameters are those it began with
@@ -213,13 +214,14 @@ class Clipper:
 
     def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
         """Layers of this pass may run in C++: nothing is padded or whitened, and an example is one row."""
-        number = library.next_number()
+        clipper, number = self._gradients.number, library.next_number()
+        settings = (self._bounds, device, performance.settings().kept_elements)
+        if settings != self._told:
+            on_device = self._bounds_on(device).inside if device.type == "cuda" else None
+            library.set_settings(clipper, self._bounds_inside, on_device, settings[2])
+            self._told = settings
         self._passes[number] = current
-        on_device = self._bounds_on(device).inside if device.type == "cuda" else None
-        most_kept = performance.settings().kept_elements
-        library.begin(
-            self._gradients.number, number, current.batch, len(self.units), most_kept, self._bounds_inside, on_device
-        )
+        library.begin(clipper, number, current.batch, len(self.units))
         current.library, current.number = library, number
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -146,16 +146,24 @@ def row_sq_norms(g: Tensor) -> Tensor:
     kernels = native.for_tensors(rows) if rows.dim() == 2 else None
     if kernels is not None:
         return kernels.row_squares(rows).float()
-    inner = rows.shape[-1] // _BLOCK * _BLOCK if not torch.is_grad_enabled() else 0
-    found = []
-    if inner:
-        blocks = rows[..., :inner].unflatten(-1, (-1, _BLOCK))
-        found.append(torch.linalg.vector_norm(blocks, dim=-1).square_().sum(-1))
-    if inner < rows.shape[-1] or not inner:
-        rest = rows[..., inner:]
-        found.append(torch.linalg.vecdot(rest, rest))
-    squares: Tensor = sum(found[1:], start=found[0])
+    squares = squares_of_rows(rows)
     return squares if squares.dim() == 1 else squares.sum(0)
+
+
+def squares_of_rows(rows: Tensor) -> Tensor:
+    """The squared norms along the last dimension, by PyTorch: on the CPU a long row is added up in blocks."""
+    size = rows.shape[-1]
+    squares: Tensor
+    if torch.is_grad_enabled() or not rows.is_cpu:
+        squares = torch.linalg.vecdot(rows, rows)
+        return squares
+    if size <= _BLOCK:
+        squares = torch.linalg.vector_norm(rows, dim=-1).square_()
+        return squares
+    inner = size // _BLOCK * _BLOCK
+    blocks = rows[..., :inner].unflatten(-1, (-1, _BLOCK))
+    squares = torch.linalg.vector_norm(blocks, dim=-1).square_().sum(-1)
+    return squares if inner == size else squares.add_(squares_of_rows(rows[..., inner:]))
 
 
 def _lies_by_parts(g: Tensor) -> bool:

@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -164,15 +165,19 @@ struct Room {
     static bool is_free(const Tensor& t) { return t.use_count() == 1 && t.storage().use_count() == 1; }
 };
 
+// What passes go by, until it changes.
+struct Settings {
+    std::vector<double> bounds;  // per group, a little inside
+    std::optional<Tensor> device_bounds;
+    int64_t most_kept;  // elements of a layer's gradients that may be kept on the CPU
+};
+
 struct Pass : Numbered<Pass> {
-    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, int64_t most_kept, std::vector<double> bounds,
-         std::optional<Tensor> device_bounds)
+    Pass(int64_t number, int64_t clipper, int64_t batch, int64_t units, std::shared_ptr<const Settings> settings)
         : Numbered(number),
           clipper(clipper),
           batch(batch),
-          most_kept(most_kept),
-          bounds(std::move(bounds)),
-          device_bounds(std::move(device_bounds)),
+          settings(std::move(settings)),
           calls(units, 0),
           recalls(units, 0),
           clipped(units, 0) {}
@@ -186,9 +191,8 @@ struct Pass : Numbered<Pass> {
     void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
     Tensor flags(const Tensor& like);
 
-    const int64_t clipper, batch, most_kept;  // elements of a layer's gradients that may be kept on the CPU
-    const std::vector<double> bounds;  // per group, a little inside
-    const std::optional<Tensor> device_bounds;
+    const int64_t clipper, batch;
+    const std::shared_ptr<const Settings> settings;
 
     std::vector<std::pair<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
     std::vector<Waiting> waiting;
@@ -293,6 +297,7 @@ struct Watch : Numbered<Watch> {
     };
     Gathered gathered;
 
+    std::shared_ptr<const Settings> settings;  // of the coming passes
     intrusive_ptr<Pass> current;  // the model's last call
     int64_t differentiating = -1;  // the pass whose backward is under way
 
@@ -549,7 +554,7 @@ struct Layer : Numbered<Layer> {
     bool waits(const Tensor& x, const Tensor& weight, const Tensor& g, const Pass& pass) const {
         if (!on_cpu || !x.is_cpu() || x.scalar_type() != at::kFloat || g.scalar_type() != at::kFloat) return false;
         if (kind == LINEAR) return x.numel() == x.size(0) * x.size(-1);
-        return kind == CONVOLUTION && x.size(0) * kernel_elements(weight) <= pass.most_kept;
+        return kind == CONVOLUTION && x.size(0) * kernel_elements(weight) <= pass.settings->most_kept;
     }
 
     // A convolution's gradients are formed at once, while its factors are in the cache.
@@ -558,7 +563,7 @@ struct Layer : Numbered<Layer> {
         if (kind != CONVOLUTION) return use;
         const int64_t examples = x.size(0), size = kernel_elements(weight);
         use.x = x.contiguous();
-        use.rows = Room::take(examples, size, pass.most_kept);
+        use.rows = Room::take(examples, size, pass.settings->most_kept);
         use.biases = at::empty({examples, bias ? g.size(1) : 0}, g.options());
         const Tensor both = at::empty({2, examples}, at::kDouble);
         const ConvShape shape = shape_of(use.x, weight, g);
@@ -653,7 +658,7 @@ struct Layer : Numbered<Layer> {
 
     Clipped clip_on_cpu(const Tensor& x, const Tensor& weight, const Tensor& g, Pass& pass) {
         const int64_t examples = x.size(0);
-        const double bound = pass.bounds.at(group);
+        const double bound = pass.settings->bounds.at(group);
         const Tensor both = at::empty({2, examples}, at::kDouble);
         double *norms = both.mutable_data_ptr<double>(), *weights = norms + examples;
         Clipped found;
@@ -724,9 +729,9 @@ struct Layer : Numbered<Layer> {
 
     Clipped replay(const Tensor& x, const variable_list& kept, const Tensor& g, Pass& pass) {
         const auto known = programs.find(key_of(x, g));
-        if (known == programs.end() || !pass.device_bounds.has_value() || !launcher()) return {};
+        if (known == programs.end() || !pass.settings->device_bounds.has_value() || !launcher()) return {};
         if (!tells_its_handle<c10::Stream>) return {};
-        std::vector<Tensor> tensors{x, g, *pass.device_bounds, pass.flags(x)};
+        std::vector<Tensor> tensors{x, g, *pass.settings->device_bounds, pass.flags(x)};
         tensors.insert(tensors.end(), kept.begin(), kept.end());
         Clipped found;
         Program::Result result = Program::run(known->second, std::move(tensors), found.done);
@@ -899,7 +904,7 @@ static void clip_waiting(Pass& pass) {
     for (const auto& [group, total] : totals) {
         const Tensor both = at::empty({2, pass.batch}, at::kDouble);
         double *norm = both.mutable_data_ptr<double>(), *weight = norm + pass.batch;
-        const double *square = total.const_data_ptr<double>(), bound = pass.bounds.at(group);
+        const double *square = total.const_data_ptr<double>(), bound = pass.settings->bounds.at(group);
         for (int64_t i = 0; i < pass.batch; i++) {
             norm[i] = std::sqrt(square[i]);
             const bool finite = norm[i] < INFINITY;  // false for nan as well
@@ -969,10 +974,15 @@ struct OutputNode : OwnNode {
 
 // ---- what Python calls
 
-static void begin(int64_t clipper, int64_t number, int64_t batch, int64_t units, int64_t most_kept,
-                  std::vector<double> bounds, const std::optional<Tensor>& device_bounds) {
-    auto made = c10::make_intrusive<Pass>(number, clipper, batch, units, most_kept, std::move(bounds), device_bounds);
-    Watch::find(clipper)->current = Pass::enter(std::move(made));
+static void begin(int64_t clipper, int64_t number, int64_t batch, int64_t units) {
+    const auto watch = Watch::find(clipper);
+    watch->current = Pass::enter(c10::make_intrusive<Pass>(number, clipper, batch, units, watch->settings));
+}
+
+static void set_settings(int64_t clipper, std::vector<double> bounds, const std::optional<Tensor>& device_bounds,
+                         int64_t most_kept) {
+    Watch::find(clipper)->settings =
+        std::make_shared<const Settings>(Settings{std::move(bounds), device_bounds, most_kept});
 }
 
 static Tensor run_output(const Tensor& x, int64_t pass, double scale) {
@@ -1157,8 +1167,8 @@ TORCH_LIBRARY(gradveil, m) {
                                                            std::move(numbers), many, eps, watch, std::move(slots)));
         }))
         .def("learn", &Layer::learn);
-    m.def("begin(int clipper, int current, int batch, int units, int most_kept, float[] bounds, Tensor? device_bounds)"
-          " -> ()", begin);
+    m.def("begin(int clipper, int current, int batch, int units) -> ()", begin);
+    m.def("set_settings(int clipper, float[] bounds, Tensor? device_bounds, int most_kept) -> ()", set_settings);
     m.def("layer(Tensor x, Tensor weight, Tensor? bias, int layer) -> Tensor");
     m.def("layer_again(Tensor x, Tensor weight, Tensor? bias, int layer, int current) -> Tensor");
     m.def("output(Tensor x, int current, float scale) -> Tensor");

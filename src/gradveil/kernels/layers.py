@@ -75,6 +75,7 @@ class Layers:
             self._implementation.impl(name, function, "CompositeExplicitAutograd")
 
     begin: Callable[..., None]
+    set_settings: Callable[..., None]
     layer: Callable[..., Tensor]
     layer_again: Callable[..., Tensor]
     output: Callable[..., Tensor]

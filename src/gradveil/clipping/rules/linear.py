@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair
+from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, squares_of_rows, wide_pair
 from gradveil.kernels import cuda, native
 
 
@@ -159,13 +159,10 @@ class LinearUse(Use):
         return found
 
     def _clipped_rank_one(self, bound: float) -> native.Clipped:
-        """Norms, weights and sums in the fewest operations: a small layer feels each of them.
-
-        Not by torch.linalg.vector_norm: it adds up a long row one after the other, and the error leaves the margin.
-        """
+        """Norms, weights and sums in the fewest operations: a small layer feels each of them."""
         x, g = self.x, self.g
-        lengths = torch.linalg.vecdot(x, x)
-        norms = torch.linalg.vecdot(g, g).mul_(lengths.add_(1.0) if self.bias else lengths).sqrt_()
+        of_x, of_g = squares_of_rows(x), squares_of_rows(g)
+        norms = of_g.mul_(of_x.add_(1.0) if self.bias else of_x).sqrt_()
         weights = norms.reciprocal().mul_(bound).clamp_(max=1.0)
         lost = 0
         if not weights.min().item() > 0.0:  # nor where it is nan
