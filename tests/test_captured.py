@@ -136,7 +136,8 @@ def of_strategy(named, device):
         pytest.skip("an example on the very bound counts or not, by rounding, and the bound follows the count")
     # dyn-private begins with bounds that hardly bound anything. Noise of another scale would be seen at 5e-3.
     within = 3e-4 if strategy == "dyn-private" else 1e-5
-    return {"strategy": strategy} | ({"reading": "batch"} if reading else {}), within
+    # With seed 3 an example lies on the very bound of quantile-clip.
+    return {"strategy": strategy, "seed": 4} | ({"reading": "batch"} if reading else {}), within
 
 
 @pytest.mark.parametrize("clipping", ["per-layer", "flat"])

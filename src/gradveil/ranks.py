@@ -234,6 +234,7 @@ def joined(device: str) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
         yield current()
+        dist.barrier()  # gloo sometimes aborts where a group is taken down while another member is at work in it
     finally:
         dist.destroy_process_group()
 

@@ -46,13 +46,12 @@ def _rank(rank: int, count: int, port: int, folder: Path, job: Callable[..., Any
     dist.init_process_group("gloo", rank=rank, world_size=count)
     try:
         torch.save(job(*arguments), folder / f"{rank}.pt")
-        if job is left_alone:
-            os._exit(0)  # gloo sometimes aborts where a group that has lost a member is taken down
+        if job is not left_alone:
+            dist.barrier()
+        os._exit(0)  # gloo sometimes aborts where a group is taken down while another member leaves it
     except Exception:
         traceback.print_exc()
         raise
-    finally:
-        dist.destroy_process_group()
 
 
 # ---- jobs
