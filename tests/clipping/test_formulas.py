@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, make_groups, performance
 from gradveil.clipping.performance import Settings
-from gradveil.clipping.rules import conv, linear
+from gradveil.clipping.rules import conv_use, linear
 from gradveil.clipping.uses import row_sq_norms, workspace
 from gradveil.kernels import layers, native
 
@@ -136,9 +136,9 @@ def test_the_choice_of_formula_follows_cost():
     assert linear.choose_formula(65, 256, 768) == "gram"
     assert linear.choose_formula(512, 64, 64) == "direct"
     wide = {"pixels": 64, "places": 100, "fields": 256, "maps": 256, "taps": 9}
-    assert conv.choose_formula(**wide, groups=1) == "gram"
-    assert conv.choose_formula(**wide, groups=2) == "direct"
-    assert conv.choose_formula(pixels=1024, places=1156, fields=64, maps=64, taps=9, groups=1) == "direct"
+    assert conv_use.choose_formula(**wide, groups=1) == "gram"
+    assert conv_use.choose_formula(**wide, groups=2) == "direct"
+    assert conv_use.choose_formula(pixels=1024, places=1156, fields=64, maps=64, taps=9, groups=1) == "direct"
 
 
 def test_kept_gradients_use_the_same_memory_again_and_stay_within_the_setting():
@@ -170,9 +170,9 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
     shape = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
     found = []
     for least in (1, 10**9):
-        monkeypatch.setattr(conv, "_BY_CONVOLUTION", least)
+        monkeypatch.setattr(conv_use, "_BY_CONVOLUTION", least)
         for groups in (1, 2):
-            use = conv.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
+            use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
             assert use._way == ("convolution" if least == 1 else "patches")
             grads = use.per_example(slice(0, 3))
             assert all(grad[0].isfinite().all() and grad[2].isfinite().all() for grad in grads)
@@ -208,7 +208,7 @@ def test_patches_of_one_row_of_the_kernel_do_for_all_its_rows(data):
         assume(False)  # a kernel larger than the image
     g = torch.randn(examples, *shape, generator=generator, dtype=torch.float64)
     geometry = {"kernel": kernel, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
-    use = conv.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **geometry)
+    use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **geometry)
     assert use._way == "rows"
     expected = [torch.zeros(examples, *p.shape, dtype=torch.float64) for p in layer.parameters()]
     for i in range(examples):

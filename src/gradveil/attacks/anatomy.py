@@ -38,7 +38,7 @@ class Part:
     name: str
     kind: str
     parameters: int
-    clipped_by: str  # "rank-one", "gram", "direct" (rules/linear.py, rules/conv.py), "own formula", "torch.func"
+    clipped_by: str  # "rank-one", "gram", "direct" (rules/linear.py, rules/conv_use.py), "own formula", "torch.func"
     refused: bool
     leaks: tuple[str, ...] = ()
 

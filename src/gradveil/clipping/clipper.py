@@ -40,7 +40,7 @@ from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
-from gradveil.clipping.rules.conv import ConvUse
+from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, no_autocast, tap_layer, tap_output

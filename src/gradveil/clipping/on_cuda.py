@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradveil.clipping.rules.conv import ConvUse
+from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
 from gradveil.clipping.tied import TiedUse

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradveil.clipping.rules.conv import ConvUse
+from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.uses import MaterialisedUse, Use
