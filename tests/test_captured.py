@@ -103,7 +103,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(captured.CapturedStep, "_eagerly", lambda self, pieces: _here(pieces))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
-    def add_to(self, grads, stds, *, divide_by, owned=None):  # the noise of a GPU
+    def add_to(self, grads, stds, *, divide_by, owned=None, steps=None):  # the noise of a GPU
         device_noise.add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
 
     monkeypatch.setattr(randomness.NoiseSource, "add_to", add_to)

@@ -11,16 +11,28 @@ import torch
 
 from gradveil.kernels import cuda
 from gradveil.kernels.layers import Layers, layers
+from gradveil.updates import Steps
 
 
 def add_device_noise(
-    grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float, generator: torch.Generator
+    grads: Sequence[torch.Tensor],
+    stds: Sequence[float],
+    *,
+    divide_by: float,
+    generator: torch.Generator,
+    steps: Steps | None = None,
 ) -> None:
-    """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
+    """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches.
+
+    ``steps`` are taken in the same launch, where the C++ library does it.
+    """
     library = layers()
     if library is not None:
         _teach(library, grads[0].device)
-        library.add_noise(list(grads), list(stds), divide_by, generator)
+        parameters, rates = ([], []) if steps is None else (list(steps.parameters), steps.rates)
+        library.add_noise(list(grads), list(stds), divide_by, generator, parameters, rates)
+        if steps is not None:
+            steps.taken = True
         return
     draws = torch.randn(sum(g.numel() for g in grads), device=grads[0].device, generator=generator)
     alike = len(set(stds)) == 1
@@ -36,9 +48,9 @@ def _teach(library: Layers, device: torch.device) -> None:
     """At first use on a GPU: which kernel adds noise there, where there is one."""
     if device not in _taught:
         _taught.add(device)
-        found = cuda.noise_kernel(device) if device.type == "cuda" else None
-        if found is not None:
-            library.learn_noise(device.index, *found)
+        found = cuda.noise_kernels(device) if device.type == "cuda" else []
+        if found:
+            library.learn_noise(device.index, *map(list, found))
 
 
 def add_drawn_noise(

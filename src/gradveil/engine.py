@@ -59,6 +59,7 @@ from gradveil.release import release_gradients
 from gradveil.sampling import Indices, PrivateLoader, Sampling, Ticket, source_of
 from gradveil.schedules import Schedule
 from gradveil.strategies import Parameters, Strategy, parameters
+from gradveil.updates import PlainSGD, PutAside, Steps
 from gradveil.version import __version__
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class PrivacyEngine:
         self._handles: list[Any] = []
         self._clipper: Clipper | None = None
         self._book: Book | None = None
-        self._parts = PhysicalParts()
+        self._parts, self._put_aside = PhysicalParts(), PutAside()
         self._not_finite = NotFiniteCount()
         self._noised_already = False
         self._sharded = False
@@ -243,6 +244,8 @@ class PrivacyEngine:
             self._join(module)
         self.groups: tuple[Group, ...] = make_groups(inner, self.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self._in_noise_order = {name: self.parameters[name] for name in self.noise_order}
+        self._sgd = PlainSGD(optimizer, list(self._in_noise_order.values()))
         self._followed = frozenset(map(id, self.parameters.values()))
         if self.plan.strategy.is_private:
             self.rule = bound_rules.make_rule(
@@ -266,6 +269,7 @@ class PrivacyEngine:
         self._batch = BatchGuard(self.sampling.name)
         self._handles += [
             optimizer.register_step_pre_hook(ModelHook(self._before_step)),
+            optimizer.register_step_post_hook(ModelHook(self._after_step)),
             inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
         ]
         loader = PrivateLoader(
@@ -387,6 +391,9 @@ class PrivacyEngine:
             self._average_parts()
             self.count_plain_step()
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._put_aside.put_back()
+
     def _check_strangers(self) -> None:
         if self.plan.strategy.is_private:
             check_strangers(self._followed, self.optimizer)
@@ -427,26 +434,42 @@ class PrivacyEngine:
         """Noise on the gradients, and its record."""
         assert self._clipper is not None
         self._clipper.check_untouched()
-        self._noise_and_record(self._clipper.harvest)
+        self._noise_and_record(self._clipper.harvest, inside_step=True)
 
-    def _noise_and_record(self, harvest: Harvest) -> None:
+    def _noise_and_record(self, harvest: Harvest, *, inside_step: bool = False) -> None:
+        """``inside_step``: of the optimizer, which may then be taken with the noise."""
         sampler = self.check_step(harvest)
         self._parts.take_up()
+        steps = self._plain_steps() if inside_step else None
         release = release_gradients(
             step=self.step,
             plan=self.plan,
             rule=self.rule,
             groups=self.groups,
-            parameters=self.parameters,
+            parameters=self._in_noise_order,
             harvest=self._of_all_ranks(harvest),
             noise=self.noise(),
             sampler=sampler,
             sample_rate=self.sampling.rate,
             batch_size=float(self.sampling.batch_size),
             ranks=self.ranks,
+            before=None if self.is_seeded else self.book.note,
+            steps=steps,
         )
-        self.book.note(self.book.compared(release, self.parameters.values()))
+        if self.is_seeded:
+            self.book.note(self.book.compared(release, self.parameters.values()))
+        if steps is not None and steps.taken:
+            self._put_aside.take(steps.parameters)
         self.take_step(harvest)
+
+    def _plain_steps(self) -> Steps | None:
+        """The optimizer's step, where it can be taken as the noise is added.
+
+        Not in a seeded run: its release must be seen, and may have to be withheld, before anything is made of it.
+        """
+        if self.is_seeded or self.ranks.several or self._sharded or self.rule.whitening is not None:
+            return None
+        return self._sgd.steps()
 
     def _of_all_ranks(self, harvest: Harvest) -> Harvest:
         if not self.looks_at_norms:

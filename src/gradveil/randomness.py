@@ -26,6 +26,7 @@ against, and the privacy statement says so.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import secrets
@@ -33,6 +34,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from gradveil.device_noise import add_device_noise
 from gradveil.errors import ConfigError
 from gradveil.kernels import native
 from gradveil.kernels.layers import layers
+from gradveil.updates import Steps
 
 
 class SecretKey:
@@ -95,12 +98,10 @@ class SecretKey:
     def fast_bits(self, purpose: str, index: int = 0) -> np.random.SFC64:
         """A quicker generator (SFC64), its whole 192-bit state derived from the key: valid until the thread's next."""
         material = self._key + f"|{purpose}|{index}".encode()
-        bits, state = _own_bits()
-        state["state"]["state"][:3] = np.frombuffer(hashlib.shake_256(material).digest(24), dtype="<u8")
-        state["state"]["state"][3] = 1
-        bits.state = state
-        bits.random_raw(12, output=False)  # the generator's own advice after seeding its state
-        return bits
+        own = _own_bits()
+        own.set(struct.unpack("<3Q", hashlib.shake_256(material).digest(24)))
+        own.bits.random_raw(12, output=False)  # the generator's own advice after seeding its state
+        return own.bits
 
     def torch_generator(self, purpose: str, index: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator for one purpose and index (63 bits on CUDA; torch's CPU generator uses 32)."""
@@ -116,12 +117,37 @@ class SecretKey:
 _of_thread = threading.local()
 
 
-def _own_bits() -> tuple[np.random.SFC64, Any]:
-    """A generator of this thread, and a state to set it to: making one takes longer than a small tensor's noise."""
+class _Bits:
+    """A generator whose state is set again and again: making one takes longer than a small tensor's noise.
+
+    numpy's own setter takes longer than the hash that the state comes from; the state is therefore written where numpy
+    keeps it, once that has been seen to be the place.
+    """
+
+    def __init__(self) -> None:
+        self.bits = np.random.SFC64(0)
+        self._state: Any = self.bits.state
+        words = (ctypes.c_uint64 * 4).from_address(self.bits.ctypes.state_address)
+        self._by_setter((1 << 63 | 5, 6, 7))
+        self._words = words if tuple(words) == (1 << 63 | 5, 6, 7, 1) else None
+
+    def set(self, state: tuple[int, ...]) -> None:
+        if self._words is None:
+            self._by_setter(state)
+        else:
+            self._words[:] = [*state, 1]
+
+    def _by_setter(self, state: tuple[int, ...]) -> None:
+        self._state["state"]["state"][:] = (*state, 1)
+        self.bits.state = self._state
+
+
+def _own_bits() -> _Bits:
+    """A generator of this thread."""
     if not hasattr(_of_thread, "bits"):
-        _of_thread.bits = np.random.SFC64(0)
-        _of_thread.state = _of_thread.bits.state
-    return _of_thread.bits, _of_thread.state
+        _of_thread.bits = _Bits()
+    own: _Bits = _of_thread.bits
+    return own
 
 
 def _own_room(count: int) -> np.ndarray[Any, Any]:
@@ -157,13 +183,22 @@ def _plain(grad: torch.Tensor) -> bool:
     return grad.is_cpu and (grad.dtype == torch.float32 or grad.dtype == torch.float64) and grad.is_contiguous()
 
 
+def _on_one_gpu(grads: Sequence[torch.Tensor]) -> bool:
+    """Whether they get their noise in a few launches."""
+    return (
+        len(grads) > 0
+        and grads[0].is_cuda
+        and all(g.dtype == torch.float32 and g.device == grads[0].device for g in grads)
+    )
+
+
 def cpu_generator() -> str:
     """The generator of noise on the CPU: a seeded run repeats bit for bit only with the same one."""
     return "numpy: SFC64, Box-Muller, parts of 65536" if native.kernels() is None else "native: ChaCha12, Box-Muller"
 
 
-def _box_muller(bits: Any, out: np.ndarray[Any, Any]) -> None:
-    """Fill ``out``, of even length, with N(0, 1), in a third of the ziggurat's time: all is done on whole vectors.
+def _box_muller(bits: Any, out: np.ndarray[Any, Any], scale: float = 1.0) -> None:
+    """Fill ``out``, of even length, with N(0, scale^2), in a third of the ziggurat's time: all is on whole vectors.
 
     u = (k + 1/2) / 2^31 from 31 bits (53 in float64): the radius sqrt(-2 log u) is at most 6.66 (8.57), and a float
     holds small u as finely as it should; next to u = 1 they are 2^-24 apart, so radii below 1e-3 lie on a grid.
@@ -174,17 +209,19 @@ def _box_muller(bits: Any, out: np.ndarray[Any, Any]) -> None:
         words = bits.random_raw(pairs).view(np.uint32)
         words[:pairs] >>= np.uint32(1)
         radius[:], angle[:] = words[:pairs].view(np.int32), words[pairs:].view(np.int32)
-        scale, turn = 2.0**-31, 2.0 * np.pi / 2**32
+        grain, turn = 2.0**-31, 2.0 * np.pi / 2**32
     else:
         words = bits.random_raw(2 * pairs)
         words >>= np.uint64(11)
         radius[:], angle[:] = words[:pairs], words[pairs:]
-        scale, turn = 2.0**-53, 2.0 * np.pi / 2**53
+        grain, turn = 2.0**-53, 2.0 * np.pi / 2**53
     radius += out.dtype.type(0.5)
-    radius *= out.dtype.type(scale)
+    radius *= out.dtype.type(grain)
     np.log(radius, out=radius)
     radius *= out.dtype.type(-2.0)
     np.sqrt(radius, out=radius)
+    if scale != 1.0:
+        radius *= out.dtype.type(scale)
     angle *= out.dtype.type(turn)
     cosine = np.cos(angle)
     np.sin(angle, out=angle)
@@ -253,21 +290,29 @@ class NoiseSource:
         return generator
 
     def add_to(
-        self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float, owned: slice | None = None
+        self,
+        grads: Sequence[torch.Tensor],
+        stds: Sequence[float],
+        *,
+        divide_by: float,
+        owned: slice | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """In place, each gradient g becomes (g + std z) / divide_by with z independent N(0, 1), drawn in order.
 
         ``owned``: only these get noise, the same as if all did; the others are divided.
+        ``steps``: taken in the same pass, where the C++ library does it.
         """
         if owned is not None and owned != slice(0, len(grads)):
             self._add_to_owned(grads, stds, divide_by, owned)
             return
-        if grads and grads[0].is_cuda and all(g.dtype == torch.float32 and g.device == grads[0].device for g in grads):
-            add_device_noise(grads, stds, divide_by=divide_by, generator=self._on_device(grads[0].device))
+        if _on_one_gpu(grads):
+            generator = self._on_device(grads[0].device)
+            add_device_noise(grads, stds, divide_by=divide_by, generator=generator, steps=steps)
             return
         kernels = native.kernels()
         if kernels is not None and all(_plain(grad) for grad in grads):
-            self._add_by_kernel(kernels, grads, stds, divide_by=divide_by)
+            self._add_by_kernel(kernels, grads, stds, divide_by=divide_by, steps=steps)
             return
         if grads and all(_plain(grad) and grad.dtype == torch.float32 for grad in grads):
             self._add_by_parts(grads, stds, divide_by=divide_by)
@@ -342,7 +387,13 @@ class NoiseSource:
                 self._take(tensor.numel(), tensor.dtype)
 
     def _add_by_kernel(
-        self, kernels: native.Kernels, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float
+        self,
+        kernels: native.Kernels,
+        grads: Sequence[torch.Tensor],
+        stds: Sequence[float],
+        *,
+        divide_by: float,
+        steps: Steps | None = None,
     ) -> None:
         cipher_key = self._step_key()
         first = self._tensors
@@ -350,7 +401,10 @@ class NoiseSource:
         library = layers()
         if library is not None:
             key = list(struct.unpack("<4q", cipher_key))
-            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first)
+            parameters, rates = ([], []) if steps is None else (list(steps.parameters), steps.rates)
+            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first, parameters, rates)
+            if steps is not None:
+                steps.taken = True
             return
         numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
         kernels.add_noise(cipher_key, numbered, divide_by=divide_by)
@@ -387,8 +441,8 @@ class NoiseSource:
         self._draw_parts(places, out)
         return out
 
-    def _draw_parts(self, places: range, out: np.ndarray[Any, Any]) -> None:
-        """Some whole parts, one after the other, drawn into ``out``. Each block has its own stream."""
+    def _draw_parts(self, places: range, out: np.ndarray[Any, Any], scale: float = 1.0) -> None:
+        """Some whole parts, one after the other, drawn into ``out`` and scaled. Each block has its own stream."""
         place, bits = places.start, None
         while place < places.stop:
             part = _part_at(place)
@@ -396,11 +450,16 @@ class NoiseSource:
                 bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + place // _BLOCK)
                 if passed := place % _BLOCK:  # one word for two values in float32, one for each in float64
                     bits.random_raw(passed if out.dtype == np.float64 else passed // 2, output=False)
-            _box_muller(bits, out[place - places.start : part.stop - places.start])
+            _box_muller(bits, out[place - places.start : part.stop - places.start], scale)
             place = part.stop
 
     def _add_by_parts(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
-        """As :meth:`add_to`, some parts after the other: the values of a whole model would leave the cache."""
+        """As :meth:`add_to`, some parts after the other: the values of a whole model would leave the cache.
+
+        As std z / divide_by + g / divide_by, with the noise scaled as it is drawn: a gradient is written once.
+        """
+        scales, share = [std / divide_by for std in stds], 1.0 / divide_by
+        common = scales[0] if len(set(scales)) == 1 else 1.0
         sizes = [grad.numel() for grad in grads]
         start = self._take(sum(sizes), torch.float32)
         edges = list(itertools.accumulate(sizes, initial=start))  # of the tensors in the sequence
@@ -409,18 +468,23 @@ class NoiseSource:
             first = _part_at(place).start
             last = _part_at(min(edges[-1], first + _AT_ONCE) - 1).stop
             values = _own_room(last - first)
-            self._draw_parts(range(first, last), values)
-            drawn = torch.from_numpy(values)
-            while place < min(last, edges[-1]):
-                while edges[tensor + 1] <= place:
-                    tensor += 1
-                stop, begin = min(last, edges[tensor + 1]), edges[tensor]
-                part = grads[tensor].view(-1)
-                if stop - place != len(part):
-                    part = part[place - begin : stop - begin]
-                part.add_(drawn[place - first : stop - first], alpha=stds[tensor])
-                place = stop
-        torch._foreach_div_(list(grads), divide_by)
+            self._draw_parts(range(first, last), values, common)
+            stop = min(last, edges[-1])
+            while edges[tensor + 1] <= place:
+                tensor += 1
+            after = next(i for i in range(tensor, len(grads) + 1) if i == len(grads) or edges[i] >= stop)
+            cuts = [place, *edges[tensor + 1 : after], stop]  # the first and the last tensor may reach beyond
+            pieces = torch.from_numpy(values[place - first : stop - first]).split(list(map(sub, cuts[1:], cuts)))
+            for noise, begin, i in zip(pieces, cuts, range(tensor, after), strict=False):
+                if scales[i] != common:
+                    noise.mul_(scales[i])
+                grad = grads[i]
+                if len(noise) == sizes[i]:
+                    torch.add(noise.view(grad.shape), grad, alpha=share, out=grad)
+                else:
+                    part = grad.view(-1)[begin - edges[i] :][: len(noise)]
+                    torch.add(noise, part, alpha=share, out=part)
+            place = stop
 
     def normals(self, count: int) -> list[float]:
         """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""

@@ -21,6 +21,7 @@ from gradveil.randomness import NoiseSource, Shard
 from gradveil.ranks import Ranks
 from gradveil.records import Release, SideRelease
 from gradveil.strategies import Parameters
+from gradveil.updates import Steps
 
 # In fixed-variance mode sigma_t = varsigma / S_t; an all-zero batch would make it infinite.
 _SMALLEST_SENSITIVITY = 1e-12
@@ -107,6 +108,8 @@ def release_gradients(
     sample_rate: float,
     batch_size: float,
     ranks: Ranks,
+    before: Callable[[Release], None] | None = None,
+    steps: Steps | None = None,
 ) -> Release:
     """Turn every ``.grad`` from a sum of clipped gradients into a noised mean, and say what was done.
 
@@ -115,15 +118,17 @@ def release_gradients(
 
     Over several ranks, each adds the noise of the parameters it owns before all are added up; where S is a function
     of the batch the sum comes first, and all ranks add the same noise to it. ``harvest`` is of the whole batch.
+
+    ``parameters`` are in the order of the groups. ``before`` is told of the release before any noise is added;
+    ``steps`` are taken with it, where that can be.
     """
     cut = is_sharded(next(iter(parameters.values())))  # added up over the ranks already, each of which holds a part
-    grads: dict[str, Tensor] = {}  # in the order of the groups
-    for group in groups:
-        for name in group.parameters:
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grads[name] = local(parameter.grad) if cut else parameter.grad
+    grads: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if grad is None:
+            grad = parameter.grad = torch.zeros_like(parameter)
+        grads[name] = local(grad) if cut else grad
     in_order = list(grads.values())
     noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
     owned = ranks.owned(in_order) if noise_first else slice(0, len(in_order))
@@ -134,20 +139,22 @@ def release_gradients(
         facts = replace(facts, of_all=ranks.summed)
     scale = noise_scale(plan, step, facts)
     side = rule.side_releases(harvest, noise)
+    release = record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
+    if before is not None:
+        before(release)
     with torch.no_grad():
         stds = [std for group, std in zip(groups, scale.stds, strict=True) for _ in group.parameters]
         if cut:
-            shards = [_shard(parameters[name]) for group in groups for name in group.parameters]
+            shards = [_shard(parameter) for parameter in parameters.values()]
             noise.add_to_shards(in_order, stds, shards, divide_by=batch_size)
         elif rule.whitening is None:
-            noise.add_to(in_order, stds, divide_by=batch_size, owned=owned)
+            noise.add_to(in_order, stds, divide_by=batch_size, owned=owned, steps=steps)
         else:
-            names = [name for group in groups for name in group.parameters]
-            _whitened_noise(names, in_order, stds, batch_size, noise, rule, owned)
+            _whitened_noise(list(grads), in_order, stds, batch_size, noise, rule, owned)
     if noise_first and not cut:
         ranks.add_up(in_order)
     rule.learn(side, grads, scale.sigma, batch_size)
-    return record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
+    return release
 
 
 def _shard(parameter: nn.Parameter) -> Shard:

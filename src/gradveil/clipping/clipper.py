@@ -515,7 +515,7 @@ class Clipper:
             return found.sums
         if current.present is not None:
             return None  # the CPU's kernels know of no padding
-        at_once = use.clipped_at_once(self._inside(group, torch.float32))
+        at_once = use.clipped_at_once(self._bounds_inside[group])
         if at_once is None:
             return None
         self._harvest.note(group, at_once.norms, at_once.weights, self.bounds[group])

@@ -158,12 +158,19 @@ def squares_of_rows(rows: Tensor) -> Tensor:
         squares = torch.linalg.vecdot(rows, rows)
         return squares
     if size <= _BLOCK:
-        squares = torch.linalg.vector_norm(rows, dim=-1).square_()
-        return squares
+        return norms_of_rows(rows).square_()
     inner = size // _BLOCK * _BLOCK
     blocks = rows[..., :inner].unflatten(-1, (-1, _BLOCK))
     squares = torch.linalg.vector_norm(blocks, dim=-1).square_().sum(-1)
     return squares if inner == size else squares.add_(squares_of_rows(rows[..., inner:]))
+
+
+def norms_of_rows(rows: Tensor) -> Tensor:
+    """Their square roots, on the CPU and where nothing is differentiated."""
+    if rows.shape[-1] <= _BLOCK:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+        return norms
+    return squares_of_rows(rows).sqrt_()
 
 
 def _lies_by_parts(g: Tensor) -> bool:

@@ -300,19 +300,24 @@ def feature_moments(x, g, mean, rstd, scaled, shift, positions, features, BLOCK_
 
 
 @triton.jit
-def noise_on_gradients(table, noise, std, divide_by, BLOCK: tl.constexpr):
-    """One program per block of some gradient: g becomes (g + std z) / divide_by.
+def noise_on_gradients(table, noise, std, divide_by, rate, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per block of some gradient: g becomes (g + std z) / divide_by, and with STEP p becomes p - rate g.
 
-    A row of the table is a block: the address of its first element, its place in the noise, its length.
+    A row of the table is a block: the address of its first element, its place in the noise, its length, the address of
+    the first element of its parameter.
     """
-    row = table + tl.program_id(0) * 3
+    row = table + tl.program_id(0) * 4
     at = tl.arange(0, BLOCK)
     length = tl.load(row + 2)
     start = tl.load(row + 1)
     grad = tl.load(row).to(tl.pointer_type(tl.float32)) + at
     z = tl.load(noise + start + at, mask=at < length, other=0.0)
     g = tl.load(grad, mask=at < length, other=0.0)
-    tl.store(grad, (g + tl.load(std) * z) / divide_by, mask=at < length)
+    g = (g + tl.load(std) * z) / divide_by
+    tl.store(grad, g, mask=at < length)
+    if STEP:
+        parameter = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + at
+        tl.store(parameter, tl.load(parameter, mask=at < length, other=0.0) - rate * g, mask=at < length)
 
 
 @triton.jit

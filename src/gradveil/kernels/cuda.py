@@ -345,7 +345,7 @@ def noise_table(grads: Sequence[Tensor]) -> Tensor:
         assert grad.is_contiguous() and grad.dtype == torch.float32
         for start in range(0, grad.numel(), _NOISE_BLOCK):
             length = min(_NOISE_BLOCK, grad.numel() - start)
-            rows.append([grad.data_ptr() + 4 * start, place, length])
+            rows.append([grad.data_ptr() + 4 * start, place, length, 0])
             place += length
     # Not pinned: whoever lets go of pinned memory has an event recorded on the streams that read it. A new table takes
     # the place of an old one during a capture, and PyTorch's few streams are shared: an event recorded on the very
@@ -358,18 +358,31 @@ _NOISE_BLOCK = 1024
 
 def add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float) -> None:
     """g becomes (g + std z) / divide_by for all gradients of a table on the device, in one launch."""
-    _launch(_triton.noise_on_gradients, (len(table),), table, noise, std, divide_by, BLOCK=_NOISE_BLOCK, num_warps=4)
+    _add_noise(table, noise, std, divide_by=divide_by, step=False)
 
 
-def noise_kernel(device: torch.device) -> tuple[int, int, int] | None:
-    """Handle, threads and shared memory of the kernel behind :func:`add_noise`; None where C++ cannot launch it."""
+def _add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float, step: bool) -> None:
+    _launch(
+        _triton.noise_on_gradients, (len(table),), table, noise, std, divide_by, 0.0,
+        STEP=step, BLOCK=_NOISE_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def noise_kernels(device: torch.device) -> list[tuple[int, int, int]]:
+    """Handle, threads and shared memory of the kernel behind :func:`add_noise`, and of the one that also takes a step.
+
+    Empty where C++ cannot launch them.
+    """
     if not available():
-        return None
+        return []
     grad, std = torch.zeros(_NOISE_BLOCK, device=device), torch.ones(1, device=device)
-    table, noise = noise_table([grad]).to(device), torch.zeros_like(grad)
+    host, noise = noise_table([grad]), torch.zeros_like(grad)
+    host[:, 3] = host[:, 0]  # a step of rate 0
+    table = host.to(device)
     with torch.cuda.device(device), programs.recording([table, noise, std]) as recorder:
-        add_noise(table, noise, std, divide_by=2.0)
-    return recorder.launches[0] if recorder.launches else None
+        for step in (False, True):
+            _add_noise(table, noise, std, divide_by=2.0, step=step)
+    return recorder.launches
 
 
 def sum_up(losses: Tensor, present: Tensor, flags: Tensor, lost: Tensor) -> Tensor:

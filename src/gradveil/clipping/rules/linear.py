@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, squares_of_rows, wide_pair
+from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, norms_of_rows, row_sq_norms, wide_pair
 from gradveil.kernels import cuda, native
 
 
@@ -147,8 +148,8 @@ class LinearUse(Use):
     def clipped_at_once(self, bound: float) -> native.Clipped | None:
         kernels = native.for_tensors(self.x, self.g)
         if kernels is None:
-            plain = self.positions == 1 and self.weight and self.x.dtype is torch.float32
-            return self._clipped_rank_one(bound) if plain else None
+            plain = self.positions == 1 and self.weight and self.x.dtype is torch.float32 and self.x.is_cpu
+            return self._clipped_rank_one(bound) if plain and not torch.is_grad_enabled() else None
         if self.positions == 1:
             found = kernels.rank_one_clip(self.x, self.g, weight=self.weight, bias=self.bias, bound=bound)
         elif self.weight and performance.settings().formula != "gram":
@@ -159,19 +160,23 @@ class LinearUse(Use):
         return found
 
     def _clipped_rank_one(self, bound: float) -> native.Clipped:
-        """Norms, weights and sums in the fewest operations: a small layer feels each of them."""
+        """Norms, weights and sums in the fewest operations: a small layer feels each of them.
+
+        What there is one number of per example goes through numpy, whose calls cost a fraction of torch's.
+        """
         x, g = self.x, self.g
-        of_x, of_g = squares_of_rows(x), squares_of_rows(g)
-        norms = of_g.mul_(of_x.add_(1.0) if self.bias else of_x).sqrt_()
-        weights = norms.reciprocal().mul_(bound).clamp_(max=1.0)
+        of_x, of_g = norms_of_rows(x).numpy(), norms_of_rows(g).numpy()
+        norms = of_g * np.sqrt(of_x * of_x + 1.0) if self.bias else of_g * of_x
+        weights = bound / np.maximum(norms, bound)  # nan where the norm is
         lost = 0
-        if not weights.min().item() > 0.0:  # nor where it is nan
-            keep = weights.nan_to_num_(nan=0.0) > 0
+        if not weights.min() > 0.0:
+            np.nan_to_num(weights, copy=False, nan=0.0)
+            keep = torch.from_numpy(weights > 0)
             lost = len(x) - int(keep.sum())
             x, g = keep_rows(x, keep), keep_rows(g, keep)
-        scaled = g * weights.unsqueeze(1)
-        sums = [torch.mm(scaled.t(), x)] + ([scaled.sum(0)] if self.bias else [])
-        return native.Clipped(self._in_order(sums), norms, weights, lost)
+        w = torch.from_numpy(weights)
+        sums = [torch.mm((g * w.unsqueeze(1)).t(), x)] + ([torch.mv(g.t(), w)] if self.bias else [])
+        return native.Clipped(self._in_order(sums), torch.from_numpy(norms), w, lost)
 
 
 def products_of_halves(a: Tensor, b: Tensor, sum_of: Tensor | None) -> list[Tensor]:
