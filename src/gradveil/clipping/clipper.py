@@ -83,7 +83,7 @@ class Clipper:
         self._harvest = Harvest(len(groups))
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
-        self._probe: dict[Unit, dict[int, set[int]]] | None = None
+        self._probe: dict[Unit, dict[int, set[tuple[int, ...]]]] | None = None
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._slots: dict[int, int] = {}  # by parameter
@@ -264,9 +264,15 @@ class Clipper:
         try:
             with self.quietly():
                 check_examples_apart(module, args, kwargs, batch)
-            for unit, sizes in self._probe.items():
-                for i, found in sizes.items():
-                    unit.inputs[i] = "examples" if found == {1, batch} else "shared" if len(found) == 1 else "other"
+            for unit, shapes in self._probe.items():
+                for i, found in shapes.items():
+                    first = {shape[0] for shape in found}
+                    unit.inputs[i] = "examples" if first == {1, batch} else "shared" if len(first) == 1 else "other"
+                    differ = _dims_that_differ(found)
+                    if not differ:
+                        unit.batch_dims[i] = None
+                    elif len(differ) == 1 and {shape[differ[0]] for shape in found} == {1, batch}:
+                        unit.batch_dims[i] = differ[0]
         finally:
             self._probe = None
 
@@ -313,7 +319,7 @@ class Clipper:
         assert self._probe is not None
         for i, leaf in enumerate(tree_leaves((args, kwargs))):
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
-                self._probe.setdefault(unit, {}).setdefault(i, set()).add(leaf.shape[0])
+                self._probe.setdefault(unit, {}).setdefault(i, set()).add(tuple(leaf.shape))
 
     def _batched(self, unit: Unit, rule: LayerRule, x: Tensor, batch: int) -> Tensor:
         """The layer's input, with the examples along its first dimension; refused where they are not."""
@@ -554,6 +560,12 @@ class Clipper:
         lost = ~keep if current.present is None else ~keep & current.present[rows]
         current.flags(keep.device)[rows] |= lost
         return keep
+
+
+def _dims_that_differ(shapes: set[tuple[int, ...]]) -> list[int]:
+    """Among shapes with as many dimensions; where those differ, all of them."""
+    lengths = {len(shape) for shape in shapes}
+    return [d for d in range(max(lengths)) if len(lengths) > 1 or len({shape[d] for shape in shapes}) > 1]
 
 
 def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:

@@ -42,6 +42,7 @@ class Unit:
     # How the first dimension of each flat input follows the batch, learned on the first batch of more than one example:
     # "examples" (it is the batch), "shared" (it does not change with the batch), "other" (neither).
     inputs: dict[int, str] = field(default_factory=dict)
+    batch_dims: dict[int, int | None] = field(default_factory=dict)  # where the batch stands in them; None: nowhere
     index: int = 0  # among the units of its model
     slots: list[int] = field(default_factory=list)  # of its parameters, in the watch over gradients
     native: NativeLayer | None = None  # the layer in C++, where its kind is known there
