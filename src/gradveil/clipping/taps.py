@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gradveil.clipping.function import FunctionCall, OutputPlan
+from gradveil.clipping.function_outputs import has_gradient
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.units import Unit
@@ -87,11 +88,15 @@ def tap_output(*args: Any) -> Tensor:
 
 
 class FunctionTap(torch.autograd.Function):
+    """A module followed as a whole."""
+
     @staticmethod
     def forward(ctx: Any, clipper: Clipper, call: Call, run: FunctionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.clipper, ctx.call, ctx.run = clipper, call, run
         ctx.parameters = list(tensors[: len(call.unit.parameters)])
-        return tuple(o.view_as(o) for o in run.forward(ctx.parameters))
+        outputs = run.forward(ctx.parameters)
+        ctx.mark_non_differentiable(*(o for o in outputs if not has_gradient(o)))
+        return outputs
 
     @staticmethod
     @once_differentiable

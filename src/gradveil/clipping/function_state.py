@@ -1,0 +1,87 @@
+"""What surrounds a run of a module that is followed as a whole: its buffers, autocast, hooks on saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+_Named = dict[str, Tensor | None]
+
+
+class Buffers:
+    """A module's buffers as they are now, kept for runs that start from here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [child._buffers for child in module.modules() if child._buffers]
+        self._then = _copies(self._places)
+
+    def live(self) -> list[Tensor]:
+        """Those the module has at present."""
+        return [b for place in self._places for b in place.values() if b is not None]
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """The module has copies of the kept ones in here; afterwards it has its own again, untouched."""
+        if not self._places:
+            yield
+            return
+        live = [dict(place) for place in self._places]
+        try:
+            _put(self._places, _copies(self._then))
+            yield
+        finally:
+            _put(self._places, live)
+
+
+def _copies(places: list[_Named]) -> list[_Named]:
+    """Of every tensor one copy, however many modules share it."""
+    copied: dict[int, Tensor] = {}
+    for place in places:
+        for buffer in place.values():
+            if buffer is not None and id(buffer) not in copied:
+                copied[id(buffer)] = buffer.detach().clone()
+    return [{name: None if b is None else copied[id(b)] for name, b in place.items()} for place in places]
+
+
+def _put(places: list[_Named], values: list[_Named]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.clear()
+        place.update(value)
+
+
+class Autocast:
+    """The autocast that is on at present, if any, to be set again in the backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self.on = torch.amp.is_autocast_available(self._kind) and torch.is_autocast_enabled(self._kind)
+        self._dtype = torch.get_autocast_dtype(self._kind) if self.on else None
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Without its cache, which would keep every example's rounded weights until the end of the user's own block."""
+        return torch.autocast(self._kind, dtype=self._dtype, cache_enabled=False) if self.on else nullcontext()
+
+
+no_autocast: Any = torch._C._DisableAutocast
+
+
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Take off hooks on saved tensors, such as those of activation checkpointing, while examples are run by themselves.
+
+    What is saved in here never leaves; a checkpoint would count it, and torch.func refuses to run under such hooks.
+    """
+    autograd = cast(Any, torch._C._autograd)
+    taken = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,0 +1,444 @@
+"""Modules followed as a whole, through torch.func: their inputs, their outputs, and what they keep between calls."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from networks import compare
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from gradveil.clipping import Clipper, make_groups
+from gradveil.errors import UnsupportedModelError
+
+BATCH, STEPS = 6, 4
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*cannot be vectorised"),  # of recurrent layers, and where a test means it
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # torch's own, of attention under vmap
+]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def follow(model, *, bound=1e9, clipping="flat"):
+    groups = make_groups(model, clipping)
+    return Clipper(model, groups, bounds=[bound] * len(groups), loss_reduction="sum")
+
+
+def both(model, x, y=None):
+    y = torch.randint(0, 3, (len(x),)) if y is None else y
+    for clipping in ("per-layer", "flat"):
+        model.zero_grad()
+        compare(model, x, y, clipping=clipping)
+
+
+def same_gradients(model, plain, tolerance=1e-10):
+    """Nothing is clipped: the sums are the ordinary gradients."""
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=tolerance, atol=tolerance), name
+
+
+class Scale(nn.Module):
+    """A bare parameter: followed as a whole."""
+
+    def __init__(self, size=6):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Calls(nn.Module):
+    """Modules, and how a forward pass uses them."""
+
+    def __init__(self, run, **modules):
+        super().__init__()
+        self.run = run
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args):
+        return self.run(self, *args)
+
+
+# ---- where the batch stands in an input
+
+
+class FromState(nn.Module):
+    """A recurrent network whose initial state comes from another layer, or is zero."""
+
+    def __init__(self, kind, batch_first, layers=2, from_layer=True):
+        super().__init__()
+        self.cell = kind(6, 5, num_layers=layers, batch_first=batch_first)
+        self.start = nn.Linear(6, 5)
+        self.head = nn.Linear(5, 3)
+        self.layers, self.from_layer = layers, from_layer
+
+    def forward(self, x):
+        first = torch.tanh(self.start(x[:, 0])).expand(self.layers, -1, -1)
+        first = first if self.from_layer else torch.zeros_like(first)
+        state = (first, first.clone()) if isinstance(self.cell, nn.LSTM) else first
+        if self.cell.batch_first:
+            return self.head(self.cell(x, state)[0][:, -1])
+        return self.head(self.cell(x.transpose(0, 1), hx=state)[0][-1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch", [BATCH, STEPS, 2, 1])  # as many examples as steps; as layers; nothing to learn from
+def test_recurrent_layers_with_an_initial_state(kind, batch_first, batch):
+    for from_layer in (True, False):
+        both(FromState(kind, batch_first, from_layer=from_layer).double(), torch.randn(batch, STEPS, 6).double())
+
+
+def test_attention_with_the_batch_second():
+    def run(self, x):
+        x = x.transpose(0, 1)
+        return self.head(self.attend(x, x, x)[0].mean(0))
+
+    for batch in (BATCH, STEPS, 1):
+        model = Calls(run, attend=nn.MultiheadAttention(6, 2), head=nn.Linear(6, 3))
+        both(model.double(), torch.randn(batch, STEPS, 6).double())
+
+
+@pytest.mark.parametrize("batch", [STEPS + 1, STEPS])
+def test_a_mask_for_all_examples_is_told_from_one_for_each(batch):
+    """As many steps as examples: the mask (T, T) has the shape of a padding mask (B, T)."""
+    causal = nn.Transformer.generate_square_subsequent_mask(STEPS, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    model = Calls(lambda self, x: self.head(self.layer(x, src_mask=causal)[:, -1]), layer=layer, head=nn.Linear(6, 3))
+    both(model.double(), torch.randn(batch, STEPS, 6).double())
+
+
+def test_a_padding_mask_goes_with_its_example():
+    def run(self, x):
+        padding = x[:, :, 0] > 0.8
+        padding[:, 0] = False
+        return self.head(self.attend(x, x, x, key_padding_mask=padding)[0].mean(1))
+
+    for batch in (BATCH, STEPS, 1):
+        model = Calls(run, attend=nn.MultiheadAttention(6, 2, batch_first=True), head=nn.Linear(6, 3))
+        both(model.double(), torch.randn(batch, STEPS, 6).double())
+
+
+def refused(model, *args, match):
+    follow(model)
+    with pytest.raises(UnsupportedModelError, match=match):
+        model(*args)
+
+
+def test_packed_sequences_are_refused():
+    def run(self, x, lengths):
+        return self.cell(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1][-1]
+
+    lengths = torch.randint(1, STEPS + 1, (BATCH,))
+    model = Calls(run, cell=nn.GRU(6, 3, batch_first=True))
+    refused(model, torch.randn(BATCH, STEPS, 6), lengths, match="GRU 'cell' was called with a packed.*padded sequences")
+
+
+def test_bags_with_offsets_are_refused():
+    model = Calls(lambda self, x: self.bag(x.flatten(), torch.arange(len(x)) * STEPS), bag=nn.EmbeddingBag(9, 3))
+    refused(model, torch.randint(0, 9, (BATCH, STEPS)), match=r"EmbeddingBag 'bag' .* offsets.*2-D bags")
+
+
+def test_a_mask_for_every_head_of_every_example_is_refused():
+    def run(self, x):
+        return self.attend(x, x, x, attn_mask=torch.zeros(len(x) * 2, STEPS, STEPS))[0]
+
+    model = Calls(run, attend=nn.MultiheadAttention(6, 2, batch_first=True))
+    refused(model, torch.randn(BATCH, STEPS, 6), match=r"attn_mask of shape \(12, 4, 4\).*key_padding_mask")
+
+
+def test_an_input_without_a_batch_that_needs_a_gradient_is_refused():
+    """Its gradient used to be dropped."""
+
+    class Times(Scale):
+        def forward(self, x, w):
+            return x @ w.T * self.scale
+
+    model = Calls(lambda self, x: self.times(self.a(x), self.a.weight), a=nn.Linear(6, 6), times=Times())
+    refused(model, torch.randn(BATCH, 6), match="needs a gradient and has no dimension for the batch")
+
+
+class Adds(Scale):
+    def forward(self, x, other):
+        return x * self.scale + (other if len(other) == len(x) else other.sum(0))
+
+
+def test_an_input_that_had_the_batch_and_has_it_no_longer_is_refused():
+    """What all examples bring into it, every example would be given; one row, which is nobody's, may be shared."""
+    model = Calls(lambda self, x, other: self.adds(x, other), adds=Adds())
+    follow(model)
+    x = torch.randn(BATCH, 6)
+    for other in (x, x, x[:1].clone()):
+        model(x, other).sum().backward()
+    with pytest.raises(UnsupportedModelError, match=r"shape \(12, 6\): its dimension 0 was the batch"):
+        model(x, torch.cat([x, x]))
+
+
+# ---- outputs
+
+
+class Indexed(Scale):
+    """Outputs that have no gradient: integers, bools, and integers that are not per example."""
+
+    def forward(self, x):
+        y = torch.tanh(x * self.scale)
+        return y, y.argmax(1), y > 0, torch.tensor(x.shape[0])
+
+
+class IndexedInALoop(Indexed):
+    def forward(self, x):
+        return super().forward(x * float(x.detach().abs().max() > -1))
+
+
+@pytest.mark.parametrize("kind", [Indexed, IndexedInALoop])
+def test_outputs_without_a_gradient(kind):
+    seen = []
+
+    def run(self, x):
+        y, largest, positive, rows = self.unit(self.a(x))
+        seen.append(int(rows))
+        assert not largest.requires_grad and torch.equal(largest, y.argmax(1)) and torch.equal(positive, y > 0)
+        return self.head(y * positive) + F.one_hot(largest, 6)[:, :3]
+
+    model = Calls(run, a=nn.Linear(6, 6), unit=kind(), head=nn.Linear(6, 3)).double()
+    both(model, torch.randn(BATCH, 6).double())
+    assert seen[-1] == BATCH
+
+
+def test_an_output_that_depends_on_nothing_that_is_differentiated():
+    class Beside(Scale):
+        def forward(self, x):
+            return x * self.scale, x.detach() * float(x.detach().abs().max() > -1)
+
+    model = Calls(lambda self, x: self.head(sum(self.unit(x))), unit=Beside(), head=nn.Linear(6, 3))
+    both(model.double(), torch.randn(BATCH, 6).double())
+
+
+def test_outputs_that_are_not_tensors_are_those_of_the_whole_batch():
+    class Counts(Scale):
+        def forward(self, x):
+            return F.dropout(x * self.scale, 0.1), x.shape[0], None
+
+    seen = []
+
+    def run(self, x):
+        y, rows, nothing = self.unit(x)
+        seen.append((len(x), rows, nothing))
+        return self.head(y)
+
+    model = Calls(run, unit=Counts(), head=nn.Linear(6, 3))
+    follow(model)
+    for batch in (BATCH, BATCH, 3):
+        model(torch.randn(batch, 6)).sum().backward()
+        model.zero_grad()
+    assert len(seen) >= 3 and all(rows == given and nothing is None for given, rows, nothing in seen)
+
+
+def test_a_list_with_a_tensor_for_every_example_is_refused():
+    class Listed(Scale):
+        def forward(self, x):
+            return list(x * self.scale)
+
+    model = Calls(lambda self, x: torch.stack(self.unit(x)), unit=Listed())
+    refused(model, torch.randn(BATCH, 6), match="returns 6 tensors for the batch and 1 for one example")
+
+
+def test_outputs_may_be_changed_in_place():
+    relu = nn.ReLU(inplace=True)
+    both(nn.Sequential(nn.Linear(6, 6), Scale(), relu, nn.Linear(6, 3)).double(), torch.randn(BATCH, 6).double())
+
+    def run(self, x):
+        out, (h, _) = self.cell(x)
+        return self.head(F.relu_(out)[:, -1] + h.mul_(2.0)[-1])
+
+    model = Calls(run, cell=nn.LSTM(6, 5, batch_first=True), head=nn.Linear(5, 3)).double()
+    both(model, torch.randn(BATCH, STEPS, 6).double())
+
+
+def test_an_input_that_is_handed_on_is_a_tensor_of_its_own():
+    class Passes(Scale):
+        def forward(self, x):
+            return x, x[:, :3], x * self.scale
+
+    class Copies(Passes):
+        def forward(self, x):
+            return tuple(t.clone() for t in super().forward(x))
+
+    def run(self, x):
+        h = self.a(x)
+        same, part, scaled = self.unit(h)
+        return self.head(scaled) + part.mul_(2.0) + self.head(same)
+
+    model = Calls(run, a=nn.Linear(6, 6), unit=Passes(), head=nn.Linear(6, 3)).double()
+    plain = Calls(run, a=nn.Linear(6, 6), unit=Copies(), head=nn.Linear(6, 3)).double()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(1, 6).double()  # of more examples the clipper sees that plain runs change the input
+    follow(model)
+    for m in (model, plain):
+        m(x).square().sum().backward()
+    same_gradients(model, plain)
+
+
+# ---- kinds of calls
+
+
+def test_calls_with_other_outputs():
+    def run(self, x):
+        once, _ = self.attend(x, x, x, need_weights=False)
+        twice, weights = self.attend(once, x, x)
+        thrice, of_heads = self.attend(twice, x, x, average_attn_weights=False)
+        return self.head(thrice.mean(1)) + weights.square().sum((1, 2))[:, None] + of_heads[:, 0, 0, :3]
+
+    model = Calls(run, attend=nn.MultiheadAttention(6, 2, batch_first=True), head=nn.Linear(6, 3)).double()
+    both(model, torch.randn(BATCH, STEPS, 6).double())
+
+
+def test_calls_whose_outputs_change_with_a_number():
+    class Several(Scale):
+        def forward(self, x, times):
+            return [x * self.scale**i for i in range(1, times + 1)]
+
+    def run(self, x):
+        return self.head(sum(self.unit(x, 1)) + sum(self.unit(x, 3)) + sum(self.unit(x, 2)))
+
+    both(Calls(run, unit=Several(), head=nn.Linear(6, 3)).double(), torch.randn(BATCH, 6).double())
+
+
+class Later(Scale):
+    """An operation that cannot be vmapped, from some call on."""
+
+    now = False
+    drops = False
+
+    def forward(self, x):
+        y = x * self.scale
+        if self.drops:
+            y = F.dropout(y, 0.5)
+        return y * float(y.detach().abs().max() > -1) if self.now else y
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_operation_that_cannot_be_vmapped_and_comes_later(drops):
+    model = nn.Sequential(nn.Linear(6, 6), Later(), nn.Linear(6, 3)).double()
+    model[1].drops = drops
+    follow(model)
+    x = torch.randn(BATCH, 6).double()
+    model(x).sum().backward()
+    model[1].now = True
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="cannot be vectorised over examples"):
+        model(x).sum().backward()
+    if not drops:
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        plain(x).sum().backward()
+        same_gradients(model, plain)
+    model(x).sum().backward()  # known by now
+
+
+# ---- what is as it was in the forward pass
+
+
+class Shift(Scale):
+    def forward(self, x):
+        return torch.tanh(x + self.scale)
+
+
+def test_an_input_changed_in_place_after_its_use_is_refused():
+    def run(self, x):
+        h = self.a(x)
+        y = self.shift(h)
+        h.mul_(2.0)
+        return self.head(y)
+
+    model = Calls(run, a=nn.Linear(6, 6), shift=Shift(), head=nn.Linear(6, 3))
+    follow(model)
+    out = model(torch.randn(BATCH, 6))
+    with pytest.raises(RuntimeError, match=r"Shift 'shift', .* modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_parameter_changed_before_backward_is_refused():
+    model = nn.Sequential(nn.Linear(6, 6), Shift())
+    follow(model)
+    out = model(torch.randn(BATCH, 6))
+    with torch.no_grad():
+        model[1].scale.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"parameter '1.scale' .* modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_module_that_changes_its_input_in_place_is_refused():
+    class Doubles(Scale):
+        def forward(self, x):
+            return x.mul_(2.0) * self.scale
+
+    model = nn.Sequential(nn.Linear(6, 6), Doubles())
+    refused(model, torch.randn(BATCH, 6), match="changed its input of shape .* in place.*Change a copy")
+
+
+class Anneals(Scale):
+    """A counter in a buffer, changed in place; another that is set anew; one that is not there at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("power", torch.ones(()))
+        self.register_buffer("first", None)
+        self.again = nn.Module()
+        self.again.register_buffer("calls", None)
+
+    def forward(self, x):
+        self.calls += 1
+        self.power = self.power * 0.9
+        if self.first is None:
+            self.first = torch.zeros(())
+        return x * self.scale * self.power / self.again.calls
+
+
+class AnnealsInALoop(Anneals):
+    def forward(self, x):
+        return super().forward(x) * float(x.detach().abs().max() > -1)
+
+
+@pytest.mark.parametrize("kind", [Anneals, AnnealsInALoop])
+def test_buffers_advance_once_a_call_and_backward_sees_those_of_the_forward(kind):
+    model = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 3)).double()
+    model[1].again.calls = model[1].calls  # shared
+    plain = copy.deepcopy(model)
+    follow(model)
+    for step in range(1, 4):
+        x = torch.randn(1, 6).double()  # one example: no plain runs of the clipper's own
+        for m in (model, plain):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        assert float(model[1].calls) == step and model[1].again.calls is model[1].calls
+        assert torch.equal(model[1].power, plain[1].power)
+        same_gradients(model, plain)
+
+
+def test_spectral_norm():
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
+    model = nn.Sequential(layer, nn.Linear(5, 3)).double()
+    nn.init.normal_(layer.parametrizations.weight.original)
+    with torch.no_grad():
+        for buffer in layer.buffers():
+            buffer.copy_(F.normalize(torch.randn_like(buffer), dim=0))
+    plain = copy.deepcopy(model)
+    follow(model)
+    for _ in range(3):
+        x = torch.randn(BATCH, 6).double()
+        for m in (model, plain):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        same_gradients(model, plain)
