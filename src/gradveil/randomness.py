@@ -314,6 +314,10 @@ class NoiseSource:
         if kernels is not None and all(_plain(grad) for grad in grads):
             self._add_by_kernel(kernels, grads, stds, divide_by=divide_by, steps=steps)
             return
+        with torch.no_grad():
+            self._add_by_torch(grads, stds, divide_by)
+
+    def _add_by_torch(self, grads: Sequence[torch.Tensor], stds: Sequence[float], divide_by: float) -> None:
         if grads and all(_plain(grad) and grad.dtype == torch.float32 for grad in grads):
             self._add_by_parts(grads, stds, divide_by=divide_by)
             return
@@ -324,6 +328,7 @@ class NoiseSource:
             else:  # add in float32, round once
                 grad.copy_((grad.float() + std * draw) / divide_by)
 
+    @torch.no_grad()
     def _add_to_owned(
         self, grads: Sequence[torch.Tensor], stds: Sequence[float], divide_by: float, owned: slice
     ) -> None:
@@ -338,6 +343,7 @@ class NoiseSource:
         for grad in (*before, *after):
             grad.div_(divide_by)
 
+    @torch.no_grad()
     def add_to_shards(
         self, grads: Sequence[torch.Tensor], stds: Sequence[float], shards: Sequence[Shard], *, divide_by: float
     ) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ from gradveil.updates import Steps
 _SMALLEST_SENSITIVITY = 1e-12
 
 
-@dataclass(frozen=True)
-class StepFacts:
+class StepFacts(NamedTuple):
     """What a sensitivity rule may look at: bounds, norms after clipping, and the sums."""
 
     bounds: tuple[float, ...]
@@ -73,8 +73,7 @@ SENSITIVITY_RULES: dict[str, SensitivityRule] = {
 }
 
 
-@dataclass(frozen=True)
-class NoiseScale:
+class NoiseScale(NamedTuple):
     """How much noise a step gets, and why."""
 
     bounds: tuple[float, ...]
@@ -136,21 +135,20 @@ def release_gradients(
         ranks.add_up(in_order)
     facts = StepFacts(rule.bounds(step), harvest, groups, grads, batch_size)
     if cut:
-        facts = replace(facts, of_all=ranks.summed)
+        facts = facts._replace(of_all=ranks.summed)
     scale = noise_scale(plan, step, facts)
     side = rule.side_releases(harvest, noise)
     release = record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
     if before is not None:
         before(release)
-    with torch.no_grad():
-        stds = [std for group, std in zip(groups, scale.stds, strict=True) for _ in group.parameters]
-        if cut:
-            shards = [_shard(parameter) for parameter in parameters.values()]
-            noise.add_to_shards(in_order, stds, shards, divide_by=batch_size)
-        elif rule.whitening is None:
-            noise.add_to(in_order, stds, divide_by=batch_size, owned=owned, steps=steps)
-        else:
-            _whitened_noise(list(grads), in_order, stds, batch_size, noise, rule, owned)
+    stds = [std for group, std in zip(groups, scale.stds, strict=True) for _ in group.parameters]
+    if cut:
+        shards = [_shard(parameter) for parameter in parameters.values()]
+        noise.add_to_shards(in_order, stds, shards, divide_by=batch_size)
+    elif rule.whitening is None:
+        noise.add_to(in_order, stds, divide_by=batch_size, owned=owned, steps=steps)
+    else:
+        _whitened_noise(list(grads), in_order, stds, batch_size, noise, rule, owned)
     if noise_first and not cut:
         ranks.add_up(in_order)
     rule.learn(side, grads, scale.sigma, batch_size)
@@ -187,6 +185,7 @@ def record(
     )
 
 
+@torch.no_grad()
 def _whitened_noise(
     names: Sequence[str],
     grads: Sequence[Tensor],

@@ -5,13 +5,16 @@ the examples of the batch of their clipped gradients: example i contributes, to 
 of its own loss scaled by min(1, C_g / norm), so that its l2 norm over the parameters of g is at most
 C_g. Adding or removing one example therefore changes the sums by at most C_g in group g.
 
-    an example whose gradient is not finite in a group   contributes zero there, and is counted
+    an example whose gradient is not finite in a group   contributes zero there (and in the other groups of the same
+                                                         module), and is counted
     an example whose gradient is zero                     contributes zero
     an empty batch                                        the sums are exactly zero
     a parameter used several times in a pass              the norm is that of the sum of its uses
     an example with several views                         its gradient is the mean over them, clipped once
     a parameter used outside its module's forward         refused: that use could not be clipped
     the same pass differentiated twice                    refused: contributions would add up to 2 C_g
+    several losses of one pass, differentiated apart      refused where they reach the same group
+    a hook on a parameter's gradient                      refused: it would run between clipping and noise
 
 How. The forward of each unit (see units.py) is replaced, on the instance, by one that goes through an
 autograd function; its backward gets the layer's input and output gradient, from which a rule (uses.py)
@@ -22,7 +25,7 @@ clipped when the backward pass ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -33,17 +36,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import on_cuda, performance
-from gradveil.clipping.decomposable import OutputWatch, check_examples_apart
+from gradveil.clipping._rng import rng_at, rng_state, same_rng
+from gradveil.clipping.decomposable import (
+    SHARED_INPUT,
+    OutputWatch,
+    check_examples_apart,
+    check_same_output,
+    first_example,
+    plain_runs,
+    tensors_in,
+)
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.groups import Group
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
+from gradveil.clipping.probe import Probe
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.support import check_module
-from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, no_autocast, tap_layer, tap_output
+from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, no_autocast, tap_input, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.units import Tie, Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
@@ -70,6 +83,9 @@ class Clipper:
         views: int = 1,
     ) -> None:
         check_module(module)
+        for name, parameter in module.named_parameters():  # the C++ watch would take Python's hooks off
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise refusal("hook", name)
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
         self.views = views  # rows of one example, one after the other (views.py)
         self._device_bounds: dict[torch.device, DeviceBounds] = {}
@@ -83,7 +99,8 @@ class Clipper:
         self._harvest = Harvest(len(groups))
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
-        self._probe: dict[Unit, dict[int, set[tuple[int, ...]]]] | None = None
+        self._probe: Probe | None = None
+        self._plain_output: list[Tensor] | None = None  # what the current pass must give, in its first batch
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._slots: dict[int, int] = {}  # by parameter
@@ -172,6 +189,10 @@ class Clipper:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._quiet or not torch.is_grad_enabled():
             return None
+        self._check_hooks()
+        for name, parameter in self._watched:
+            if not parameter.requires_grad:
+                raise refusal("frozen", name)
         leaves = args if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else tree_leaves((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
         if not tensors:
@@ -199,7 +220,16 @@ class Clipper:
         self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
         if self._layers is not None and self.padding is None and self._only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
+        if any(t.requires_grad for t in tensors):  # what leaves through the inputs is the gradient of the user's loss
+            back = 1.0 / self._output_scale(self._current)
+            return tree_map(
+                lambda t: tap_input(t, back) if isinstance(t, Tensor) and t.requires_grad else t, (args, kwargs)
+            )
         return None
+
+    def _output_scale(self, current: Pass) -> float:
+        """d(mean)/d(row) is 1/B of the gradient of that example's own loss; of K rows of an example, 1/(B K)."""
+        return float(current.batch) if self.loss_reduction == "mean" else 1.0 / current.views
 
     @property
     def followed(self) -> Pass | None:
@@ -228,16 +258,24 @@ class Clipper:
         if self._quiet or self._current is None:
             return None
         current, self._current = self._current, None
+        plain, self._plain_output = self._plain_output, None
+        if plain is not None and output is not None:  # it is None where the forward has failed
+            check_same_output(output, plain)
         if current.empty:
             output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
             return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
+        if output is not None and not tensors_in(output):
+            raise UnsupportedModelError(
+                f"the model returned a {type(output).__name__}, in which no tensor was found, so that it cannot be "
+                "followed. Return tensors, or tuples, lists and dictionaries of them (a class of your own can be "
+                "registered with torch.utils._pytree, as torch.export does it)."
+            )
         if isinstance(output, Tensor) and output.dim() > 0 and len(output) != current.rows:
             raise UnsupportedModelError(
                 f"the model turned a batch of {current.rows} examples into an output of shape {tuple(output.shape)}: "
                 "its rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
             )
-        # d(mean)/d(row) is 1/B of the gradient of that example's own loss; of K rows of an example, 1/(B K).
-        scale = float(current.batch) if self.loss_reduction == "mean" else 1.0 / current.views
+        scale = self._output_scale(current)
         if isinstance(output, Tensor):
             output = self._tapped_output(output, current, scale)
         else:
@@ -255,32 +293,43 @@ class Clipper:
         return tap_output(t, self, current, scale)
 
     def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
-        """On the first batch: are examples apart, and which inputs of which units follow the batch?
+        """On the first batch, by plain runs (see probe.py): are examples apart, and which inputs follow the batch?"""
+        self._probe = probe = Probe(batch)
+        first = first_example(args, kwargs, batch)
 
-        An input of T positions and a batch of T examples look alike; run on the batch and on one example, the first
-        dimension of what follows the batch is seen to be B and 1.
-        """
-        self._probe = {}
+        def run(name: str, arguments: Any) -> list[Tensor]:
+            probe.run = name
+            return tensors_in(module(*arguments[0], **arguments[1]))
+
+        trains = any(child.training for child in module.modules())
         try:
-            with self.quietly():
-                check_examples_apart(module, args, kwargs, batch)
-            for unit, shapes in self._probe.items():
-                for i, found in shapes.items():
-                    first = {shape[0] for shape in found}
-                    unit.inputs[i] = "examples" if first == {1, batch} else "shared" if len(first) == 1 else "other"
-                    differ = _dims_that_differ(found)
-                    if not differ:
-                        unit.batch_dims[i] = None
-                    elif len(differ) == 1 and {shape[differ[0]] for shape in found} == {1, batch}:
-                        unit.batch_dims[i] = differ[0]
+            with self.quietly(), plain_runs(module) as device:
+                before = rng_state(device)
+                module.eval()
+                whole, alone = run("batch", (args, kwargs)), run("alone", first)
+                if same_rng(before, rng_state(device)):  # otherwise two calls differ whatever the batch
+                    check_examples_apart(whole, alone, batch)
+                    probe.learn()
+                    probe.check_rows_stay(self.units, "batch", "alone")
+            if trains:
+                with self.quietly(), plain_runs(module) as device, rng_at(before, device):
+                    whole = run("batch, as it is", (args, kwargs))
+                    drew = not same_rng(before, rng_state(device))
+                    run("alone, as it is", first)
+            else:
+                drew = not same_rng(before, rng_state(device))
+            probe.learn()
         finally:
             self._probe = None
+        # A module followed as a whole draws for every example by itself.
+        if not drew or all(unit.rule is not None for unit in self.units):
+            self._plain_output = whole
 
     def forward(self, unit: Unit, plain: Callable[..., Any], plan: OutputPlan, args: Any, kwargs: Any) -> Any:
         """A unit's forward: through an autograd function while the model is called, plain otherwise."""
         if self._quiet or not torch.is_grad_enabled():
             if self._probe is not None:
-                self._note_sizes(unit, args, kwargs)
+                self._probe.note(unit, args, kwargs)
             return plain(*args, **kwargs)
         again = self._current is None and torch._C._current_graph_task_id() != -1
         current = self._being_differentiated() if again else self._current
@@ -315,12 +364,6 @@ class Clipper:
         weight, bias = own["weight"], own.get("bias")
         return tap_layer(self, call, unit.rule, unit.rule.prepare(x), weight, bias)
 
-    def _note_sizes(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        assert self._probe is not None
-        for i, leaf in enumerate(tree_leaves((args, kwargs))):
-            if isinstance(leaf, Tensor) and leaf.dim() > 0:
-                self._probe.setdefault(unit, {}).setdefault(i, set()).add(tuple(leaf.shape))
-
     def _batched(self, unit: Unit, rule: LayerRule, x: Tensor, batch: int) -> Tensor:
         """The layer's input, with the examples along its first dimension; refused where they are not."""
         known = unit.inputs.get(0)
@@ -334,6 +377,7 @@ class Clipper:
             f"{unit.label} was called with an input of shape {tuple(x.shape)} in a batch of {batch} examples: its "
             "first dimension is not the batch, so examples cannot be told apart. Keep the batch first (for a "
             "sequence: (batch, time, features), not (batch * time, features))."
+            + (f" {SHARED_INPUT}" if any(u.inputs.get(0) == "shared" for u in self.units) else "")
         )
 
     # ---- the backward pass
@@ -424,12 +468,20 @@ class Clipper:
         if current.lost is not None and not current.empty:
             self._harvest.lost.append(current.lost)
 
+    def _claim_groups(self, clipped: Iterable[Unit | Tie], current: Pass) -> None:
+        """Each group is clipped once in a pass: two backward() calls that reach different layers would add up."""
+        one_of = {group: of.units[0] if isinstance(of, Tie) else of for of in clipped for group in of.group_of}
+        for group, unit in one_of.items():
+            if not current.claim(group):
+                self.refuse(unit.index, "apart")
+
     def _clip_kept(self, current: Pass) -> None:
         by_unit: dict[Unit | Tie, list[tuple[Unit, Use]]] = {}
         for unit, use in current.kept:
             by_unit.setdefault(unit.tie or unit, []).append((unit, use))
         current.kept = []
         if by_unit:
+            self._claim_groups(by_unit, current)
             with torch.no_grad():
                 work = [(of, _together(of, kept)) for of, kept in by_unit.items()]
                 alone = [(of, use) for of, use in work if of.whole_groups]
@@ -459,8 +511,16 @@ class Clipper:
         self._harvest = Harvest(len(self.groups))
         self._gradients.start_step()
 
+    def _check_hooks(self) -> None:
+        """Refuse hooks on gradients, which run after they are clipped."""
+        own = self._gradients.own_hooks
+        for name, parameter in self._watched:
+            if len(parameter._backward_hooks or ()) > own or parameter._post_accumulate_grad_hooks:
+                raise refusal("hook", name)
+
     def check_untouched(self) -> None:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
+        self._check_hooks()
         touched = self._gradients.touched()
         if touched >= 0:
             raise refusal("changed", self._watched[touched][0])
@@ -560,12 +620,6 @@ class Clipper:
         lost = ~keep if current.present is None else ~keep & current.present[rows]
         current.flags(keep.device)[rows] |= lost
         return keep
-
-
-def _dims_that_differ(shapes: set[tuple[int, ...]]) -> list[int]:
-    """Among shapes with as many dimensions; where those differ, all of them."""
-    lengths = {len(shape) for shape in shapes}
-    return [d for d in range(max(lengths)) if len(lengths) > 1 or len({shape[d] for shape in shapes}) > 1]
 
 
 def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:

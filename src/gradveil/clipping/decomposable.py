@@ -13,6 +13,8 @@ losses), breaks that silently.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,30 +22,41 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil.clipping._rng import rng_at, rng_state, same_rng
+from gradveil.clipping._rng import rng_at, rng_state
 from gradveil.errors import UnsupportedModelError
 
 
-def check_examples_apart(module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
-    """Compare the model's output on the whole batch with its output on the first example alone, in eval mode."""
-    first = tree_map(
-        lambda t: t[:1] if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch else t,
-        (args, kwargs),
-    )
+@contextmanager
+def plain_runs(module: nn.Module) -> Iterator[torch.device]:
+    """Calls of the model in here leave nothing behind: modes, buffers and generators are as they were."""
     modes = {child: child.training for child in module.modules()}
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    before = rng_state(device)
     try:
-        with torch.no_grad(), rng_at(before, device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
-            module.eval()
-            whole = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
-            alone = [t for t in tree_leaves(module(*first[0], **first[1])) if isinstance(t, Tensor)]
-            if not same_rng(before, rng_state(device)):
-                return  # random even in eval mode: two calls differ whatever the batch
+        with torch.no_grad(), rng_at(rng_state(device), device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for these calls
+            yield device
     finally:
         for child, mode in modes.items():
             child.training = mode
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+def first_example(args: Any, kwargs: Any, batch: int) -> Any:
+    """The same arguments with the first example alone."""
+    return tree_map(
+        lambda t: t[:1] if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch else t, (args, kwargs)
+    )
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+
+
+def check_examples_apart(whole: list[Tensor], alone: list[Tensor], batch: int) -> None:
+    """Compare the model's outputs on the whole batch with its outputs on the first example alone, both in eval mode."""
     for of_batch, of_one in zip(whole, alone, strict=True):
         if of_batch.dim() == 0 or of_one.shape != (1, *of_batch.shape[1:]) or not of_batch.is_floating_point():
             continue  # a scalar (a loss inside the model), or something whose rows are not the examples
@@ -53,6 +66,24 @@ def check_examples_apart(module: nn.Module, args: Any, kwargs: Any, batch: int) 
                 f"{batch}: it mixes examples, so a per-example gradient is undefined and no clipping bounds what one "
                 "example does. Normalise within each example (GroupNorm, LayerNorm) instead of over the batch."
             )
+
+
+SHARED_INPUT = (
+    "An embedding whose input has no batch dimension (positions, say) is looked up for every example, as (batch, T, "
+    "features): it can be added to what has that shape, but not summed, indexed or expanded along its first dimension. "
+    "Give it the batch: embedding(positions.expand(len(x), -1))."
+)
+
+
+def check_same_output(followed: Any, plain: list[Tensor]) -> None:
+    """Refuse a model that computes something else when it is followed."""
+    found = tensors_in(followed)
+    if len(found) == len(plain) and all(outputs_agree(a, b) for a, b in zip(found, plain, strict=True)):
+        return
+    raise UnsupportedModelError(
+        "the model gives other outputs when its layers are followed than by itself, so its gradients would be those of "
+        f"another model. {SHARED_INPUT}"
+    )
 
 
 def outputs_agree(a: Tensor, b: Tensor) -> bool:

@@ -35,6 +35,7 @@ class Pass:
         self._calls: dict[Unit, int] = {}  # in the forward pass
         self._recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
         self._clipped: set[Unit] = set()
+        self._claimed: set[int] = set()  # groups that were clipped at the end of a backward pass
         self.kept: list[tuple[Unit, Use]] = []
         # (batch,) int32: 1 where an example was not finite in some group
         self._lost: Tensor | None = padding.lost if padding is not None else None
@@ -62,6 +63,14 @@ class Pass:
             self.library.set_clipped(self.number, unit.index)
         else:
             self._clipped.add(unit)
+
+    def claim(self, group: int) -> bool:
+        """Whether the group was not clipped yet, at the end of an earlier backward() of this pass; now it is."""
+        if self.library is not None:
+            return self.library.claim(self.number, group)
+        new = group not in self._claimed
+        self._claimed.add(group)
+        return new
 
     def flags(self, device: torch.device) -> Tensor:
         """Where examples that were not finite are flagged."""

@@ -22,6 +22,24 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
         "{what} was differentiated twice for the same batch (retain_graph, or two losses): each example's contribution "
         "would add up to more than the clip bound. Add the losses, call backward once.",
     ),
+    "apart": (
+        PrivacyViolation,
+        "backward() was called more than once for the same batch, and {what} shares a clip bound with a layer that an "
+        "earlier call reached: each call was clipped by itself, and an example's contributions would add up to more "
+        "than the bound. Add the losses, call backward once.",
+    ),
+    "hook": (
+        PrivacyViolation,
+        "parameter {what!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook): it sees, "
+        "and may change or use, gradients that are clipped but not noised. Take it off; "
+        "optimizer.register_step_post_hook runs when the gradients are noised.",
+    ),
+    "frozen": (
+        PrivacyViolation,
+        "parameter {what!r} was frozen (requires_grad_(False)) after make_private: what trains, and is clipped and "
+        "noised, was settled there. Decide what trains before make_private; to change it later, "
+        "detach() and start a new engine.",
+    ),
     "elsewhere": (
         PrivacyViolation,
         "{what} was differentiated from something other than the model's output: gradveil follows a pass from the "
@@ -29,8 +47,8 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     ),
     "checkpoints": (
         UnsupportedModelError,
-        "{what} is used in two reentrant checkpoints: the first was clipped before the second was known of. Use "
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+        "{what} is used in a reentrant checkpoint and once more, in another or outside: the first use was clipped "
+        "before the second was known of. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
     ),
     "scalar": (
         UnsupportedModelError,

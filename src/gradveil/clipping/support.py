@@ -7,6 +7,7 @@ import copy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.prune import BasePruningMethod
 
 from gradveil.errors import UnsupportedModelError
 
@@ -30,6 +31,11 @@ def check_module(module: nn.Module) -> None:
                 raise UnsupportedModelError(
                     f"{label} computes its weight in an old-style {type(hook).__name__} hook, out of reach of "
                     "per-example clipping. Use torch.nn.utils.parametrizations instead."
+                )
+            if isinstance(hook, BasePruningMethod):
+                raise UnsupportedModelError(
+                    f"{label} computes its pruned {hook._tensor_name} in a hook, out of reach of per-example clipping. "
+                    f"Make it permanent first: torch.nn.utils.prune.remove(module, {hook._tensor_name!r})."
                 )
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:

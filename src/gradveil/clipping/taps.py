@@ -42,6 +42,25 @@ class OutputTap(torch.autograd.Function):
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
 
 
+class InputTap(torch.autograd.Function):
+    """An input that needs a gradient: undoes what the output's tap has multiplied the gradient by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g * ctx.scale, None
+
+
+def tap_input(x: Tensor, scale: float) -> Tensor:
+    """InputTap.apply, where there is something to do."""
+    tapped: Tensor = InputTap.apply(x, scale) if x.requires_grad and scale != 1.0 else x
+    return tapped
+
+
 class LayerTap(torch.autograd.Function):
     """A layer with a rule."""
 
@@ -132,7 +151,7 @@ class Followed:
     """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
 
     def __init__(self, clipper: Clipper, unit: Unit, own: Any) -> None:
-        self.clipper, self.unit, self.output_plan = clipper, unit, OutputPlan()
+        self.clipper, self.unit, self.output_plan, self._own = clipper, unit, OutputPlan(), own
         self.plain = own if own is not None else types.MethodType(type(unit.module).forward, unit.module)
         self.run = _uncompiled(self._run)
 
@@ -151,11 +170,11 @@ class Followed:
         return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _plain_forward, (self.unit.module,)
+        return _plain_forward, (self.unit.module, self._own)
 
 
-def _plain_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
+def _plain_forward(module: nn.Module, own: Any) -> Any:
+    return types.MethodType(type(module).forward, module) if own is None else own
 
 
 class ModelHook:

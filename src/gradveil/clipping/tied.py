@@ -10,6 +10,9 @@ size of a vocabulary. Legend: B examples, T and S positions, V vocabulary (outpu
     linear and linear         E = sum_t g_t x_t^T                    <E, F> = sum_ts <g_t, g'_s> <x_t, x'_s>
     linear and embedding      F = sum_s e(token_s) r_s^T             <E, F> = sum_ts g_t[token_s] <x_t, r_s>
     embedding and embedding                                          <E, F> = sum_ts [token_t = token_s] <r_t, r'_s>
+
+Where E and F nearly cancel, so do these terms, and what is left of them is rounding. It is bounded by the lengths of
+what was added up, and that bound is added: the norm is never underestimated.
 """
 
 from __future__ import annotations
@@ -57,10 +60,16 @@ class TiedUse(Use):
         if any(product is None for product in products.values()):
             return super().sq_norms()
         squares = self._gathered([use.sq_norms() for use in self.uses], [(self.examples,)] * len(self.shapes))
+        wide = {self.places[i][0]: squares[self.places[i][0]].double() for i, _ in pairs}
         for (i, _), product in products.items():
             assert product is not None
-            place = self.places[i][0]
-            squares[place] = (squares[place] + 2.0 * product.to(squares[place].dtype)).clamp(min=0.0)
+            wide[self.places[i][0]] += 2.0 * product.double()
+        for place, total in wide.items():
+            lengths = sum(
+                _length(use) for use, places in zip(self.uses, self.places, strict=True) if places[0] == place
+            )
+            margin = 4.0 * torch.finfo(squares[place].dtype).eps * torch.as_tensor(lengths).double().square()
+            squares[place] = (total.clamp(min=0.0) + margin).to(squares[place].dtype)
         return squares
 
     def _product(self, i: int, j: int) -> Tensor | None:
@@ -77,6 +86,18 @@ class TiedUse(Use):
             return super().weighted_sums(weights)
         own = [[weights[place] for place in places] for places in self.places]
         return self._gathered([use.weighted_sums(w) for use, w in zip(self.uses, own, strict=True)], self.shapes)
+
+
+def _length(use: Use) -> Tensor:
+    """The sum of the lengths of what an example's weight gradient is added up from: at least its norm."""
+    if isinstance(use, EmbeddingUse):
+        lengths = torch.linalg.vector_norm(use.g, dim=2)
+    else:
+        assert isinstance(use, LinearUse)
+        x, g = wide_pair(use.x_BTD, use.g_BTO)
+        lengths = torch.linalg.vector_norm(x, dim=2) * torch.linalg.vector_norm(g, dim=2)
+    total: Tensor = lengths.sum(1)
+    return total
 
 
 def weight_product(first: Use, second: Use) -> Tensor | None:

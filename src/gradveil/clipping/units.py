@@ -38,6 +38,7 @@ class Unit:
     parameters: list[nn.Parameter] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
     own_names: list[str] = field(default_factory=list)  # below this module: of a tied weight, another than in ``names``
+    places: list[list[str]] = field(default_factory=list)  # below this module: all modules that hold it, each once
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
     # How the first dimension of each flat input follows the batch, learned on the first batch of more than one example:
     # "examples" (it is the batch), "shared" (it does not change with the batch), "other" (neither).
@@ -63,9 +64,9 @@ class Unit:
         return found
 
     def sort_parameters(self) -> None:
-        """Of a layer with a rule: in the module's own order, weight before bias, which a use keeps to."""
+        """Of a layer with a rule: weight before bias, which a use keeps to, whichever was registered first."""
         if self.rule is not None:
-            order = {id(p): i for i, p in enumerate(self.module.parameters(recurse=False))}
+            order = {id(self.module._parameters.get(name)): i for i, name in enumerate(("weight", "bias"))}
             columns = sorted(
                 zip(self.names, self.parameters, self.group_of, strict=True), key=lambda column: order[id(column[1])]
             )
@@ -100,11 +101,13 @@ class Tie:
 def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
     """Cover the trainable parameters of ``root`` with units and tell each which groups it feeds."""
     modules = dict(root.named_modules(remove_duplicate=False))
-    owners: dict[int, list[str]] = {}  # parameter id -> names of the modules that hold it
+    owners: dict[int, list[str]] = {}  # parameter id -> names of the modules that hold it, one for each
+    paths: dict[int, list[str]] = {}  # parameter id -> all their names
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             owner = name.rpartition(".")[0]
+            paths.setdefault(id(parameter), []).append(owner)
             held = owners.setdefault(id(parameter), [])
             if all(modules[owner] is not modules[other] for other in held):  # one module may have two names
                 held.append(owner)
@@ -122,14 +125,19 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
         # A module followed as a whole takes in everything below it.
         whole = [p for p in used if rules[p] is None or any(_below(q, p) for q in used)]
         inside = {pid for pid in apart if any(q == w or _below(q, w) for q in owners[pid] for w in whole)}
-        if not inside:
+        # A module of several names, one of them inside such a module: it is followed where all of them are inside.
+        torn = {pid for pid in owners if len({_outermost(name, whole) for name in paths[pid]}) > 1} - inside
+        if not (inside or torn):
             break
-        apart -= inside  # one of its layers is followed with its parent: so are they all
+        apart -= inside | torn  # one of its layers is followed with its parent: so are they all
+        for pid in torn:
+            owners[pid] = paths[pid]
     units: dict[str, Unit] = {}
     group_index = {name: i for i, group in enumerate(groups) for name in group.parameters}
     for pid, (name, parameter) in named.items():
         for own in places[pid]:
-            place = min((w for w in whole if w == own or _below(own, w)), key=len, default=own)
+            outer = _outermost(own, whole)
+            place = own if outer is None else outer
             if place not in units:
                 units[place] = Unit(place, modules[place], None if place in whole else rules[place])
             unit = units[place]
@@ -141,6 +149,11 @@ def find_units(root: nn.Module, groups: tuple[Group, ...]) -> list[Unit]:
         unit.sort_parameters()
         below = {id(p): name for name, p in unit.module.named_parameters()}
         unit.own_names = [below[id(p)] for p in unit.parameters]
+        holders: dict[int, list[str]] = {id(p): [] for p in unit.parameters}
+        for prefix, child in unit.module.named_modules():
+            for leaf, parameter in child.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False):
+                holders.get(id(parameter), []).append(leaf)
+        unit.places = [holders[id(p)] for p in unit.parameters]
         names = set(unit.names)
         unit.whole_groups = all(names.issuperset(groups[g].parameters) for g in set(unit.group_of))
     for tie in _tie(units.values()):
@@ -162,6 +175,11 @@ def _tie(units: Iterable[Unit]) -> list[Tie]:
         joined = [t for t in together if any(id(p) in mine for other in t for p in other.parameters)]
         together = [t for t in together if t not in joined] + [[u for t in joined for u in t] + [unit]]
     return [Tie(tied) for tied in together if len(tied) > 1]
+
+
+def _outermost(name: str, whole: Iterable[str]) -> str | None:
+    """The outermost module followed as a whole that a module is, or is in."""
+    return min((w for w in whole if w == name or _below(name, w)), key=len, default=None)
 
 
 def _below(name: str, parent: str) -> bool:

@@ -188,7 +188,8 @@ def _as_matrices(g: Tensor, by_parts: bool) -> Tensor:
 def gram_sq_norms(xx: Tensor, gg: Tensor) -> Tensor:
     """sum_st <x_s, x_t> <g_s, g_t> per example, from both (B, T, T).
 
-    The sum cancels: its rounding error is bounded and added, so the norm is never underestimated.
+    The sum cancels: its rounding error is bounded and added, so the norm is never underestimated. An example whose
+    positions cancel to within rounding is clipped more than it need be.
     """
     total = torch.linalg.vecdot(xx.flatten(1).double(), gg.flatten(1).double())
     lengths = (xx.diagonal(dim1=1, dim2=2).clamp(min=0) * gg.diagonal(dim1=1, dim2=2).clamp(min=0)).sqrt().sum(1)

@@ -17,6 +17,7 @@ class Watch(Protocol):
     """Every followed parameter has a hook that lets only its clipped sum through, and a stamp of its gradient."""
 
     number: int
+    own_hooks: int  # that Python can see on a followed parameter
 
     def follow(self, parameter: Tensor) -> int:
         """A number for the parameter, whose hook is taken off by :meth:`forget`."""
@@ -44,6 +45,8 @@ class Watch(Protocol):
 
 class PythonWatch:
     """See :class:`Watch`."""
+
+    own_hooks = 1
 
     def __init__(self, refuse: Callable[[int, str], None]) -> None:
         self.number = -1  # by which C++ knows a watch: not this one

@@ -30,6 +30,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 using at::Tensor;
@@ -180,13 +181,23 @@ struct Pass : Numbered<Pass> {
           settings(std::move(settings)),
           calls(units, 0),
           recalls(units, 0),
-          clipped(units, 0) {}
+          clipped(units, 0),
+          claimed(this->settings->bounds.size(), 0) {}
 
     void count(int64_t unit, bool again) { (again ? recalls : calls)[unit]++; }
     // A checkpoint that keeps its graph calls a unit again without using it again.
     int64_t uses(int64_t unit) const { return std::max(calls[unit], recalls[unit]); }
     bool was_clipped(int64_t unit) const { return clipped[unit]; }
     void set_clipped(int64_t unit) { clipped[unit] = 1; }
+    // Whether a group was not clipped yet, at the end of an earlier backward pass through this; now it is.
+    bool claim(int64_t group) { return std::exchange(claimed.at(group), 1) == 0; }
+
+    // A layer that is used in a reentrant checkpoint and outside it comes twice, and looks as if it were used once: the
+    // norm is then that of a sum, which Python adds up.
+    void wait(Waiting use) {
+        for (const Waiting& other : waiting) kept_in_python |= other.layer == use.layer;
+        waiting.push_back(std::move(use));
+    }
 
     void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
     Tensor flags(const Tensor& like);
@@ -202,7 +213,7 @@ struct Pass : Numbered<Pass> {
 
    private:
     std::vector<int64_t> calls, recalls;
-    std::vector<char> clipped;
+    std::vector<char> clipped, claimed;
 };
 
 // ---- gradients on their way to .grad, and what they are when step() looks at them again
@@ -850,7 +861,7 @@ struct LayerNode : OwnNode {
         const bool once_used = pass->uses(layer->unit) == 1;
         if (layer->whole && once_used) clipped = layer->clip(factor, weight, kept, g, *pass);
         if (!layer->whole && once_used && layer->waits(x, weight, g, *pass)) {
-            pass->waiting.push_back(layer->wait(x, weight, g, *pass));
+            pass->wait(layer->wait(x, weight, g, *pass));
         } else if (clipped.done) {
             pass->set_clipped(layer->unit);
             for (size_t i = 0; i < clipped.sums.size(); i++) layer->watch->expect(layer->slots[i], clipped.sums[i]);
@@ -902,6 +913,7 @@ static void clip_waiting(Pass& pass) {
     std::map<int64_t, Tensor> weights;
     bool lost = false;
     for (const auto& [group, total] : totals) {
+        if (!pass.claim(group)) refuse(pass.clipper, layers[0]->unit, "apart");
         const Tensor both = at::empty({2, pass.batch}, at::kDouble);
         double *norm = both.mutable_data_ptr<double>(), *weight = norm + pass.batch;
         const double *square = total.const_data_ptr<double>(), bound = pass.settings->bounds.at(group);
@@ -933,6 +945,8 @@ struct OutputNode : OwnNode {
             at::AutoDispatchBelowADInplaceOrView below;
             out = x.view_as(x);
         }
+        // Whoever writes to the output writes to what the model has kept of it, and autograd must see that.
+        out.unsafeGetTensorImpl()->set_version_counter(x.unsafeGetTensorImpl()->version_counter());
         if (!torch::autograd::compute_requires_grad(x)) return out;
         auto [held, node] = make<OutputNode>();
         node->set_next_edges(torch::autograd::collect_next_edges(x));
@@ -1226,6 +1240,8 @@ TORCH_LIBRARY(gradveil, m) {
           [](int64_t pass, int64_t unit) { return Pass::find(pass)->was_clipped(unit); });
     m.def("set_clipped(int current, int unit) -> ()",
           [](int64_t pass, int64_t unit) { Pass::find(pass)->set_clipped(unit); });
+    m.def("claim(int current, int group) -> bool",
+          [](int64_t pass, int64_t group) { return Pass::find(pass)->claim(group); });
     m.def("flags(int current, Tensor like) -> Tensor",
           [](int64_t pass, const Tensor& like) { return Pass::find(pass)->flags(like).alias(); });
     m.def("keeps_uses(int current) -> ()", [](int64_t pass) { Pass::find(pass)->kept_in_python = true; });

@@ -48,6 +48,8 @@ Waiting = tuple[list[int], list[Tensor], list[Tensor], list[Tensor], list[Tensor
 class NativeWatch:
     """Gradients on their way to ``.grad``, watched in C++; see clipping/watch.py."""
 
+    own_hooks = 0
+
     def __init__(self, library: Layers, number: int, in_cpp: Any) -> None:
         self.number, self.in_cpp = number, in_cpp
         self.follow: Callable[[Tensor], int] = in_cpp.follow
@@ -83,6 +85,7 @@ class Layers:
     uses: Callable[..., int]
     was_clipped: Callable[..., bool]
     set_clipped: Callable[..., None]
+    claim: Callable[..., bool]
     flags: Callable[..., Tensor]
     keeps_uses: Callable[..., None]
     take_waiting: Callable[..., Waiting]

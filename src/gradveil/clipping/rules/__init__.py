@@ -38,8 +38,17 @@ RULES: dict[type[nn.Module], Callable[[nn.Module], LayerRule]] = {
 
 
 def find(module: nn.Module) -> LayerRule | None:
-    """The rule of a module, by its exact type: a subclass may do anything in its forward, or not be called at all."""
-    if is_parametrized(module):
+    """The rule of a module, by its exact type: a subclass may do anything in its forward, or not be called at all.
+
+    Nor may an instance with a forward of its own, or with other parameters than its kind has.
+    """
+    own = module._parameters
+    if (
+        is_parametrized(module)
+        or "forward" in vars(module)
+        or not own.keys() <= {"weight", "bias"}
+        or "weight" not in own
+    ):
         return None
     kind = plain_type(module)
     make = RULES.get(kind)
