@@ -65,15 +65,13 @@ class FunctionCall:
 
         Numbers may change with every call, and count by type alone.
         """
-        leaves = [
-            (v.dim(), self.dims.get(i))
-            if isinstance(v, Tensor)
-            else v
-            if v is None or isinstance(v, bool | str)
-            else type(v)
-            for i, v in enumerate(self.leaves)
-        ]
-        return self.spec, self.unit.module.training, leaves
+
+        def of_leaf(place: int, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.dim(), self.dims.get(place)
+            return value if value is None or isinstance(value, bool | str) else type(value)
+
+        return self.spec, self.unit.module.training, [of_leaf(i, v) for i, v in enumerate(self.leaves)]
 
     def forward(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
         """The module's outputs that are tensors, on the whole batch; the rest waits in the plans."""
