@@ -219,11 +219,10 @@ class FunctionCall:
     def _run_again(self, parameters: list[Tensor], leaves: list[Any]) -> Result:
         """A run beside the ordinary one: from the state before it, and without a trace."""
         args, kwargs = tree_unflatten(leaves, self.spec)
-        prefix = len(self.unit.name) + 1 if self.unit.name else 0
-        swapped = {name[prefix:]: p for name, p in zip(self.unit.names, parameters, strict=True)}
+        swapped = {name: p for names, p in zip(self.unit.places, parameters, strict=True) for name in names}
         with (
             self.buffers.copied(),
-            _reparametrize_module(self.unit.module, swapped, tie_weights=True),
+            _reparametrize_module(self.unit.module, swapped),
             self.autocast.again(),
         ):
             return Result(self.plain(*args, **kwargs))
