@@ -34,7 +34,6 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import sub
 from typing import Any
 
 import numpy as np
@@ -96,11 +95,13 @@ class SecretKey:
         return np.random.Generator(np.random.Philox(key=self._derive(purpose, index, 16)))
 
     def fast_bits(self, purpose: str, index: int = 0) -> np.random.SFC64:
-        """A quicker generator (SFC64), its whole 192-bit state derived from the key: valid until the thread's next."""
+        """A quicker generator (SFC64), its whole 192-bit state derived from the key: valid until the thread's next.
+
+        The first :data:`_SETTLE` words are to be passed over.
+        """
         material = self._key + f"|{purpose}|{index}".encode()
         own = _own_bits()
         own.set(struct.unpack("<3Q", hashlib.shake_256(material).digest(24)))
-        own.bits.random_raw(12, output=False)  # the generator's own advice after seeding its state
         return own.bits
 
     def torch_generator(self, purpose: str, index: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
@@ -150,15 +151,17 @@ def _own_bits() -> _Bits:
     return own
 
 
-def _own_room(count: int) -> np.ndarray[Any, Any]:
-    """Room for values in float32, of this thread: until the next that is asked for."""
-    room: np.ndarray[Any, Any] | None = getattr(_of_thread, "room", None)
-    if room is None or len(room) < count:
-        room = _of_thread.room = np.empty(count, dtype=np.float32)
-    return room[:count]
+def _own_room(count: int) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
+    """Room for so many values in float32, or more, of this thread: until the next that is asked for. The same twice."""
+    room: tuple[np.ndarray[Any, Any], torch.Tensor] | None = getattr(_of_thread, "room", None)
+    if room is None or len(room[0]) < count:
+        values = np.empty(count, dtype=np.float32)
+        room = _of_thread.room = values, torch.from_numpy(values)
+    return room
 
 
 _BLOCK = 1 << 18  # values of one stream
+_SETTLE = 12  # words to pass over after setting a state: the generator's own advice
 _AT_ONCE = 1 << 19  # values that are drawn before they are added to gradients
 _LEAST_PART, _MOST_PART = 1 << 14, 1 << 16
 _BLOCKS_PER_STEP = 1 << 40  # more blocks than any step has
@@ -197,7 +200,7 @@ def cpu_generator() -> str:
     return "numpy: SFC64, Box-Muller, parts of 65536" if native.kernels() is None else "native: ChaCha12, Box-Muller"
 
 
-def _box_muller(bits: Any, out: np.ndarray[Any, Any], scale: float = 1.0) -> None:
+def _box_muller(bits: Any, out: np.ndarray[Any, Any], scale: float = 1.0, *, skip: int = 0) -> None:
     """Fill ``out``, of even length, with N(0, scale^2), in a third of the ziggurat's time: all is on whole vectors.
 
     u = (k + 1/2) / 2^31 from 31 bits (53 in float64): the radius sqrt(-2 log u) is at most 6.66 (8.57), and a float
@@ -206,12 +209,12 @@ def _box_muller(bits: Any, out: np.ndarray[Any, Any], scale: float = 1.0) -> Non
     pairs = len(out) // 2
     radius, angle = out[:pairs], out[pairs:]
     if out.dtype == np.float32:
-        words = bits.random_raw(pairs).view(np.uint32)
+        words = bits.random_raw(pairs + skip)[skip:].view(np.uint32)
         words[:pairs] >>= np.uint32(1)
         radius[:], angle[:] = words[:pairs].view(np.int32), words[pairs:].view(np.int32)
         grain, turn = 2.0**-31, 2.0 * np.pi / 2**32
     else:
-        words = bits.random_raw(2 * pairs)
+        words = bits.random_raw(2 * pairs + skip)[skip:]
         words >>= np.uint64(11)
         radius[:], angle[:] = words[:pairs], words[pairs:]
         grain, turn = 2.0**-53, 2.0 * np.pi / 2**53
@@ -223,7 +226,8 @@ def _box_muller(bits: Any, out: np.ndarray[Any, Any], scale: float = 1.0) -> Non
     if scale != 1.0:
         radius *= out.dtype.type(scale)
     angle *= out.dtype.type(turn)
-    cosine = np.cos(angle)
+    cosine = words.view(out.dtype)[:pairs]  # room that is done with: fresh memory costs more to get than to fill
+    np.cos(angle, out=cosine)
     np.sin(angle, out=angle)
     angle *= radius
     radius *= cosine
@@ -449,15 +453,17 @@ class NoiseSource:
 
     def _draw_parts(self, places: range, out: np.ndarray[Any, Any], scale: float = 1.0) -> None:
         """Some whole parts, one after the other, drawn into ``out`` and scaled. Each block has its own stream."""
-        place, bits = places.start, None
+        place, bits, skip = places.start, None, 0
         while place < places.stop:
             part = _part_at(place)
             if bits is None or place % _BLOCK == 0:
                 bits = self._key.fast_bits("noise", self._step * _BLOCKS_PER_STEP + place // _BLOCK)
+                skip = _SETTLE
                 if passed := place % _BLOCK:  # one word for two values in float32, one for each in float64
-                    bits.random_raw(passed if out.dtype == np.float64 else passed // 2, output=False)
-            _box_muller(bits, out[place - places.start : part.stop - places.start], scale)
-            place = part.stop
+                    bits.random_raw(skip + (passed if out.dtype == np.float64 else passed // 2), output=False)
+                    skip = 0
+            _box_muller(bits, out[place - places.start : part.stop - places.start], scale, skip=skip)
+            place, skip = part.stop, 0
 
     def _add_by_parts(self, grads: Sequence[torch.Tensor], stds: Sequence[float], *, divide_by: float) -> None:
         """As :meth:`add_to`, some parts after the other: the values of a whole model would leave the cache.
@@ -473,22 +479,21 @@ class NoiseSource:
         while place < edges[-1]:
             first = _part_at(place).start
             last = _part_at(min(edges[-1], first + _AT_ONCE) - 1).stop
-            values = _own_room(last - first)
-            self._draw_parts(range(first, last), values, common)
+            values, drawn = _own_room(last - first)
+            self._draw_parts(range(first, last), values[: last - first], common)
             stop = min(last, edges[-1])
             while edges[tensor + 1] <= place:
                 tensor += 1
             after = next(i for i in range(tensor, len(grads) + 1) if i == len(grads) or edges[i] >= stop)
-            cuts = [place, *edges[tensor + 1 : after], stop]  # the first and the last tensor may reach beyond
-            pieces = torch.from_numpy(values[place - first : stop - first]).split(list(map(sub, cuts[1:], cuts)))
-            for noise, begin, i in zip(pieces, cuts, range(tensor, after), strict=False):
+            for i in range(tensor, after):
+                begin, end = max(place, edges[i]), min(stop, edges[i + 1])
+                noise, grad = drawn.narrow(0, begin - first, end - begin), grads[i]
                 if scales[i] != common:
                     noise.mul_(scales[i])
-                grad = grads[i]
-                if len(noise) == sizes[i]:
+                if end - begin == sizes[i]:
                     torch.add(noise.view(grad.shape), grad, alpha=share, out=grad)
-                else:
-                    part = grad.view(-1)[begin - edges[i] :][: len(noise)]
+                else:  # a tensor that reaches beyond what was drawn
+                    part = grad.view(-1).narrow(0, begin - edges[i], end - begin)
                     torch.add(noise, part, alpha=share, out=part)
             place = stop
 

@@ -49,6 +49,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
 
 
+_ONE = np.float32(1.0)
+
+
 class LinearUse(Use):
     """Gradients of y = x W^T + b; parameters: weight (O, D) and bias (O), those that train.
 
@@ -165,17 +168,18 @@ class LinearUse(Use):
         What there is one number of per example goes through numpy, whose calls cost a fraction of torch's.
         """
         x, g = self.x, self.g
-        of_x, of_g = norms_of_rows(x).numpy(), norms_of_rows(g).numpy()
-        norms = of_g * np.sqrt(of_x * of_x + 1.0) if self.bias else of_g * of_x
+        norms = norms_of_rows(g).numpy()
+        of_x = norms_of_rows(x).numpy()
+        norms *= np.hypot(of_x, _ONE) if self.bias else of_x
         weights = bound / np.maximum(norms, bound)  # nan where the norm is
         lost = 0
-        if not weights.min() > 0.0:
+        if math.isnan(norms.dot(weights)):  # some norm is infinite, or not a number
             np.nan_to_num(weights, copy=False, nan=0.0)
-            keep = torch.from_numpy(weights > 0)
+            keep = torch.from_numpy(np.isfinite(norms))
             lost = len(x) - int(keep.sum())
             x, g = keep_rows(x, keep), keep_rows(g, keep)
-        w = torch.from_numpy(weights)
-        sums = [torch.mm((g * w.unsqueeze(1)).t(), x)] + ([torch.mv(g.t(), w)] if self.bias else [])
+        w, outputs = torch.from_numpy(weights), g.t()
+        sums = [torch.mm(outputs * w, x)] + ([torch.mv(outputs, w)] if self.bias else [])
         return native.Clipped(self._in_order(sums), torch.from_numpy(norms), w, lost)
 
 
