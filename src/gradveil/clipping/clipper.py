@@ -189,10 +189,7 @@ class Clipper:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._quiet or not torch.is_grad_enabled():
             return None
-        self._check_hooks()
-        for name, parameter in self._watched:
-            if not parameter.requires_grad:
-                raise refusal("frozen", name)
+        self._check_parameters()
         leaves = args if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else tree_leaves((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
         if not tensors:
@@ -264,7 +261,7 @@ class Clipper:
         if current.empty:
             output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
             return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
-        if output is not None and not tensors_in(output):
+        if not isinstance(output, Tensor) and output is not None and not tensors_in(output):
             raise UnsupportedModelError(
                 f"the model returned a {type(output).__name__}, in which no tensor was found, so that it cannot be "
                 "followed. Return tensors, or tuples, lists and dictionaries of them (a class of your own can be "
@@ -511,16 +508,19 @@ class Clipper:
         self._harvest = Harvest(len(self.groups))
         self._gradients.start_step()
 
-    def _check_hooks(self) -> None:
-        """Refuse hooks on gradients, which run after they are clipped."""
+    def _check_parameters(self) -> None:
+        """Refuse hooks on gradients, which run after they are clipped, and parameters that no longer train."""
         own = self._gradients.own_hooks
         for name, parameter in self._watched:
-            if len(parameter._backward_hooks or ()) > own or parameter._post_accumulate_grad_hooks:
+            hooks = parameter._backward_hooks
+            if (hooks and len(hooks) > own) or parameter._post_accumulate_grad_hooks:
                 raise refusal("hook", name)
+            if not parameter.requires_grad:
+                raise refusal("frozen", name)
 
     def check_untouched(self) -> None:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
-        self._check_hooks()
+        self._check_parameters()
         touched = self._gradients.touched()
         if touched >= 0:
             raise refusal("changed", self._watched[touched][0])
