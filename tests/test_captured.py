@@ -136,8 +136,10 @@ def of_strategy(named, device):
         pytest.skip("an example on the very bound counts or not, by rounding, and the bound follows the count")
     # dyn-private begins with bounds that hardly bound anything. Noise of another scale would be seen at 5e-3.
     within = 3e-4 if strategy == "dyn-private" else 1e-5
-    # With seed 3 an example lies on the very bound of quantile-clip.
-    return {"strategy": strategy, "seed": 4} | ({"reading": "batch"} if reading else {}), within
+    # With seed 3 an example lies on the very bound of quantile-clip; with 4, on a GPU, rounding decides one maximum of
+    # step 61 in a flat AdaClip run (of six seeds two have such a step, the others agree to 3e-6).
+    seed = 3 if strategy == "adaclip" else 4
+    return {"strategy": strategy, "seed": seed} | ({"reading": "batch"} if reading else {}), within
 
 
 @pytest.mark.parametrize("clipping", ["per-layer", "flat"])

@@ -304,6 +304,42 @@ def test_a_parameter_that_is_frozen_later_is_refused(clipping):
         model(torch.randn(3, 5))
 
 
+class Keeps(nn.Module):
+    """A layer that keeps something in a buffer: ``what`` makes it from the old value and the input."""
+
+    def __init__(self, what, rebinds):
+        super().__init__()
+        self.layer, self.what, self.rebinds = nn.Linear(5, 2), what, rebinds
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            new = self.what(self.kept, x.detach())
+            if self.rebinds:
+                self.kept = new
+            else:
+                self.kept.copy_(new)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_a_buffer_computed_from_the_examples_is_refused_and_a_counter_is_not(rebinds):
+    x = torch.randn(3, 5)
+    for what in (lambda kept, x: 0.9 * kept + 0.1 * x.mean(), lambda kept, x: kept + len(x)):
+        model = Keeps(what, rebinds)
+        follow(model)
+        with pytest.raises(UnsupportedModelError, match="buffer 'kept' is computed from the examples"):
+            model(x)
+        assert float(model.kept) == 0.0  # the runs that found it have left nothing behind
+        model.eval()
+        model(x)
+    counts = Keeps(lambda kept, x: kept + 1, rebinds)
+    follow(counts)
+    for _ in range(3):
+        counts(x).sum().backward()
+    assert float(counts.kept) == 3.0
+
+
 def test_writing_to_an_output_that_the_model_has_kept_is_refused_as_ever():
     model = nn.Sequential(nn.Linear(5, 4), nn.Sigmoid())
     follow(model, "per-layer")

@@ -36,17 +36,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import on_cuda, performance
-from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.clipping.decomposable import (
     SHARED_INPUT,
     OutputWatch,
+    PlainRun,
+    check_buffers,
     check_examples_apart,
     check_same_output,
     first_example,
-    plain_runs,
+    plain_run,
     tensors_in,
 )
 from gradveil.clipping.function import FunctionCall, OutputPlan
+from gradveil.clipping.function_state import no_autocast
 from gradveil.clipping.groups import Group
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
@@ -56,7 +58,7 @@ from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.support import check_module
-from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, no_autocast, tap_input, tap_layer, tap_output
+from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_input, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.units import Tie, Unit, find_units
 from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
@@ -292,35 +294,29 @@ class Clipper:
     def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
         """On the first batch, by plain runs (see probe.py): are examples apart, and which inputs follow the batch?"""
         self._probe = probe = Probe(batch)
-        first = first_example(args, kwargs, batch)
+        of_first = first_example(args, kwargs, batch)
 
-        def run(name: str, arguments: Any) -> list[Tensor]:
+        def run(name: str, arguments: Any, *, evaluate: bool) -> PlainRun:
             probe.run = name
-            return tensors_in(module(*arguments[0], **arguments[1]))
+            with self.quietly():
+                return plain_run(module, *arguments, evaluate=evaluate)
 
-        trains = any(child.training for child in module.modules())
         try:
-            with self.quietly(), plain_runs(module) as device:
-                before = rng_state(device)
-                module.eval()
-                whole, alone = run("batch", (args, kwargs)), run("alone", first)
-                if same_rng(before, rng_state(device)):  # otherwise two calls differ whatever the batch
-                    check_examples_apart(whole, alone, batch)
-                    probe.learn()
-                    probe.check_rows_stay(self.units, "batch", "alone")
-            if trains:
-                with self.quietly(), plain_runs(module) as device, rng_at(before, device):
-                    whole = run("batch, as it is", (args, kwargs))
-                    drew = not same_rng(before, rng_state(device))
-                    run("alone, as it is", first)
-            else:
-                drew = not same_rng(before, rng_state(device))
+            whole = run("batch", (args, kwargs), evaluate=True)
+            alone = run("alone", of_first, evaluate=True)
+            if not (whole.drew or alone.drew):  # otherwise two calls differ whatever the batch
+                check_examples_apart(whole.outputs, alone.outputs, batch)
+                probe.learn()
+                probe.check_rows_stay(self.units, "batch", "alone")
+            if any(child.training for child in module.modules()):
+                whole = run("batch, as it is", (args, kwargs), evaluate=False)
+                check_buffers(module, whole, run("alone, as it is", of_first, evaluate=False))
             probe.learn()
         finally:
             self._probe = None
         # A module followed as a whole draws for every example by itself.
-        if not drew or all(unit.rule is not None for unit in self.units):
-            self._plain_output = whole
+        if not whole.drew or all(unit.rule is not None for unit in self.units):
+            self._plain_output = whole.outputs
 
     def forward(self, unit: Unit, plain: Callable[..., Any], plan: OutputPlan, args: Any, kwargs: Any) -> Any:
         """A unit's forward: through an autograd function while the model is called, plain otherwise."""

@@ -13,8 +13,7 @@ losses), breaks that silently.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,26 +21,59 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil.clipping._rng import rng_at, rng_state
+from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.errors import UnsupportedModelError
 
 
-@contextmanager
-def plain_runs(module: nn.Module) -> Iterator[torch.device]:
-    """Calls of the model in here leave nothing behind: modes, buffers and generators are as they were."""
+@dataclass(frozen=True)
+class PlainRun:
+    """What one call of the model gave: its outputs, whether it drew random numbers, and its buffers after it."""
+
+    outputs: list[Tensor]
+    drew: bool
+    buffers: dict[str, Tensor]
+
+
+def plain_run(module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool) -> PlainRun:
+    """A call without gradients that leaves nothing behind: modes, buffers and generators are as they were."""
     modes = {child: child.training for child in module.modules()}
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    kept = [
+        (child, name, buffer, buffer.clone())
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    before = rng_state(device)
     try:
-        with torch.no_grad(), rng_at(rng_state(device), device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for these calls
-            yield device
+        with torch.no_grad(), rng_at(before, device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
+            if evaluate:
+                module.eval()
+            outputs = tensors_in(module(*args, **kwargs))
+            drew = not same_rng(before, rng_state(device))
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     finally:
         for child, mode in modes.items():
             child.training = mode
         with torch.no_grad():
-            for buffer, value in kept:
+            for child, name, buffer, value in kept:
                 buffer.copy_(value)
+                child._buffers[name] = buffer
+    return PlainRun(outputs, drew, buffers)
+
+
+def check_buffers(module: nn.Module, of_batch: PlainRun, of_one: PlainRun) -> None:
+    """Refuse buffers that are computed from the examples: they leave with the model, and no noise covers them."""
+    for name, before in module.named_buffers():
+        after, other = of_batch.buffers.get(name), of_one.buffers.get(name)
+        if after is None or other is None or torch.equal(after, before) or torch.equal(after, other):
+            continue
+        raise UnsupportedModelError(
+            f"buffer {name!r} is computed from the examples of the batch (a running mean or a count, say): it is part "
+            "of the model's state_dict, and nothing bounds or noises what it tells of them. Put its module into eval "
+            "mode, or leave it out."
+        )
 
 
 def first_example(args: Any, kwargs: Any, batch: int) -> Any:

@@ -66,6 +66,8 @@ class Autocast:
         return torch.autocast(self._kind, dtype=self._dtype, cache_enabled=False) if self.on else nullcontext()
 
 
+# For backward() inside an autocast block: products of scaled factors that were rounded to halves, and norms of rounded
+# gradients, could carry an example over its bound. What autocast gave the forward pass is in half precision anyway.
 no_autocast: Any = torch._C._DisableAutocast
 
 

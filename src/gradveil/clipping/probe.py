@@ -8,7 +8,7 @@ training only). From the inputs of each unit follows
 - whether the rows of all units are the same examples in the same order. A model that sorts its batch inside gives the
   right outputs, but an example's norm over several layers would be added up from rows of different examples.
 
-The output of the last run is what the followed model must give as well.
+The output of the last run on the batch is what the followed model must give as well.
 """
 
 from __future__ import annotations

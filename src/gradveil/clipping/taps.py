@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.function_outputs import has_gradient
+from gradveil.clipping.function_state import no_autocast
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.units import Unit
@@ -20,10 +21,6 @@ from gradveil.clipping.units import Unit
 if TYPE_CHECKING:
     from gradveil.clipping.clipper import Clipper
     from gradveil.clipping.passes import Call, Pass
-
-# For backward() inside an autocast block: products of scaled factors that were rounded to halves, and norms of rounded
-# gradients, could carry an example over its bound. What autocast gave the forward pass is in half precision anyway.
-no_autocast: Any = torch._C._DisableAutocast
 
 
 class OutputTap(torch.autograd.Function):

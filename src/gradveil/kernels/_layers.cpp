@@ -850,7 +850,7 @@ struct LayerNode : OwnNode {
    private:
     // The gradients of input, weight and bias.
     variable_list differentiate(const Tensor& input, const Tensor& weight, const variable_list& kept, const Tensor& g) {
-        // For backward() inside an autocast block: see no_autocast in clipping/taps.py.
+        // For backward() inside an autocast block: see no_autocast in clipping/function_state.py.
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const Tensor x = layer->kind == CONVOLUTION ? input : input.contiguous();
         if (pass->was_clipped(layer->unit)) refuse(pass->clipper, layer->unit, "checkpoints");
