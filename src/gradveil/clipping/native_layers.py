@@ -74,7 +74,7 @@ class NativeLayer:
 
 
 def _key(x: Tensor, g: Tensor) -> tuple[int, ...]:
-    """As key_of in _layers.cpp."""
+    """As key_of in _layer.h."""
     return (*x.shape, *x.stride(), *g.shape, int(torch.backends.cudnn.allow_tf32), g.element_size())
 
 

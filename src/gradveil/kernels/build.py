@@ -24,7 +24,7 @@ def library(
     name: str,
     sources: Sequence[Path],
     *,
-    header: Path | None = None,
+    headers: Sequence[Path] = (),
     compile_with: Sequence[str],
     link_with: Sequence[str] = (),
     depends_on: Sequence[str] = (),
@@ -36,7 +36,7 @@ def library(
     loads the library named by its argument, run once in a process of its own, since a library may end its process.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    text = [path.read_text() for path in ([header] if header is not None else []) + list(sources)]
+    text = [path.read_text() for path in (*headers, *sources)]
     flags = " ".join([*compile_with, *link_with])
     told = "\n".join([*text, flags, version, platform.machine(), _cpu_flags(), *depends_on])
     file = f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"

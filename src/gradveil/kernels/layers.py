@@ -20,9 +20,11 @@ from torch import Tensor
 
 from gradveil.kernels import build, native
 
-_SOURCE = Path(__file__).parent / "_layers.cpp"
+_HERE = Path(__file__).parent
+_SOURCE = _HERE / "_layers.cpp"
+_HEADERS = [_HERE / name for name in ("_passes.h", "_programs.h", "_layer.h", "_on_gradients.h")]
 _FLAGS = ("-O2", "-std=c++20", "-fPIC")
-LINEAR, CONVOLUTION, GROUP_NORM, LAYER_NORM, TRANSPOSED_LINEAR = range(5)  # as in _layers.cpp
+LINEAR, CONVOLUTION, GROUP_NORM, LAYER_NORM, TRANSPOSED_LINEAR = range(5)  # as in _layer.h
 
 
 class Owner(Protocol):
@@ -145,6 +147,7 @@ def _load() -> tuple[Layers | None, str]:
             compiler,
             "layers",
             [_SOURCE],
+            headers=_HEADERS,
             compile_with=(*_FLAGS, *_abi(), f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
             link_with=(f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", str(kernels)),
             depends_on=(torch.__version__,),

@@ -425,7 +425,7 @@ def _load() -> tuple[Kernels | None, str]:
 def _built(compiler: str, threads: str) -> Path:
     to_compile, to_link = _THREADS[threads]
     return build.library(
-        compiler, "kernels", SOURCES, header=_HEADER, compile_with=(*FLAGS, *to_compile), link_with=to_link
+        compiler, "kernels", SOURCES, headers=[_HEADER], compile_with=(*FLAGS, *to_compile), link_with=to_link
     )
 
 

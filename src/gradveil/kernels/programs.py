@@ -2,7 +2,7 @@
 
 A wrapper (cuda.py) works out grids, block sizes and buffers in Python, and Triton looks up the compiled kernel for
 its arguments: for a small layer that takes longer than the kernels. While a :class:`Recorder` is at work, each of
-these steps is written down as numbers that _layers.cpp reads (struct Program there): the same kernels, with the
+these steps is written down as numbers that _programs.h reads (struct Program there): the same kernels, with the
 addresses of the call at hand. A program holds for the shapes it was recorded with, and for no other.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-_END, _EMPTY, _LAUNCH, _PRODUCT, _SUM, _HALVES, _SQUARES, _COLUMNS = range(8)  # as in _layers.cpp
+_END, _EMPTY, _LAUNCH, _PRODUCT, _SUM, _HALVES, _SQUARES, _COLUMNS = range(8)  # as in _programs.h
 _MOST_ARGUMENTS = 36  # a few less than there, for what Triton adds
 _WARP = 32
 
