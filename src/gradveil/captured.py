@@ -90,14 +90,15 @@ class CapturedStep:
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""
         engine, views = self.engine, self.engine.views
-        if len(x) != len(y):
-            raise ConfigError(f"a batch of {len(x)} inputs has {len(y)} targets; give one for each example.")
-        if len(x) % views:
+        given = x.shape[0]
+        if given != y.shape[0]:
+            raise ConfigError(f"a batch of {given} inputs has {y.shape[0]} targets; give one for each example.")
+        if given % views:
             raise ConfigError(
-                f"a batch of {len(x)} rows came, and views is {views}: an example has {views} rows, one after the "
+                f"a batch of {given} rows came, and views is {views}: an example has {views} rows, one after the "
                 "other. Give all views of every example: torch.stack(views, dim=1).flatten(0, 1)."
             )
-        count = len(x) // views
+        count = given // views
         ticket = engine.current_ticket
         last = ticket is None or ticket.last
         this = (engine.loops, engine.step)

@@ -151,10 +151,11 @@ class Part(Piece):
                 f"a batch of shape {tuple(x.shape)} and type {x.dtype} came to a step captured for examples of shape "
                 f"{tuple(self._x.shape[1:])} and type {self._x.dtype}: a graph has one shape. Train eagerly, or pad."
             )
-        count = len(x)
+        count = x.shape[0]
         if count:
-            (self._x if count == len(self._x) else self._x[:count]).copy_(x, non_blocking=True)
-            (self._y if count == len(self._y) else self._y[:count]).copy_(y, non_blocking=True)
+            full = count == self.rows * self.views
+            (self._x if full else self._x[:count]).copy_(x, non_blocking=True)
+            (self._y if full else self._y[:count]).copy_(y, non_blocking=True)
         if count != self._shown:
             torch.lt(self._places, count // self.views, out=self._padding.present)
             self._weights.view(self.rows, self.views).copy_(self._padding.present.unsqueeze(1))
@@ -231,7 +232,7 @@ class Finish(Piece):
             return "eagerly"
         self._sampler = engine.check_step(self.gathered)
         self._generator.manual_seed(engine.noise().device_seed(self.device))
-        torch.randn(len(self._draw), device=self.device, generator=self._generator, out=self._draw)
+        torch.randn(self._draw.shape, device=self.device, generator=self._generator, out=self._draw)
         if plan.sensitivity_rule != "clip" or engine.rule.counts_norms:
             return "by itself"
         return "at once" if self._write_down() else "again"
@@ -244,7 +245,8 @@ class Finish(Piece):
         """The scale of the noise is set, and the release noted; False where it was released before."""
         engine, plan = self.engine, self.engine.plan
         rate, size = engine.sampling.rate, float(engine.sampling.batch_size)
-        grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
+        looked_at = engine.parameters.items() if plan.sensitivity_rule == "l2max-batch" else ()
+        grads = {name: p.grad for name, p in looked_at if p.grad is not None}
         bounds = engine.rule.bounds(engine.step)
         scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, grads, size))
         side = engine.rule.side_releases(self.gathered, engine.noise())

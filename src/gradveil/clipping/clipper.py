@@ -302,12 +302,11 @@ class Clipper:
                 return plain_run(module, *arguments, evaluate=evaluate)
 
         try:
-            whole = run("batch", (args, kwargs), evaluate=True)
             alone = run("alone", of_first, evaluate=True)
+            whole = run("batch", (args, kwargs), evaluate=True)
             if not (whole.drew or alone.drew):  # otherwise two calls differ whatever the batch
                 check_examples_apart(whole.outputs, alone.outputs, batch)
-                probe.learn()
-                probe.check_rows_stay(self.units, "batch", "alone")
+                probe.check_rows_stay()
             if any(child.training for child in module.modules()):
                 whole = run("batch, as it is", (args, kwargs), evaluate=False)
                 check_buffers(module, whole, run("alone, as it is", of_first, evaluate=False))

@@ -124,6 +124,8 @@ def outputs_agree(a: Tensor, b: Tensor) -> bool:
         return False
     exact = all(t.dtype in (torch.float32, torch.float64) or not t.is_floating_point() for t in (a, b))
     tolerance = 1e-3 if exact and not torch.is_autocast_enabled(a.device.type) else 5e-2
+    if a.is_cuda and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
+        tolerance = max(tolerance, 1e-2)  # factors are rounded there, and not the same ones for every batch size
     if a.is_complex() or b.is_complex():
         a, b = torch.view_as_real(a.to(torch.complex128)), torch.view_as_real(b.to(torch.complex128))
     a, b = a.detach().double(), b.detach().double()

@@ -13,13 +13,12 @@ The output of the last run on the batch is what the followed model must give as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradveil.clipping.decomposable import outputs_agree
 from gradveil.clipping.units import Unit
 from gradveil.errors import UnsupportedModelError
 
@@ -27,21 +26,26 @@ Shape = tuple[int, ...]
 
 
 class Probe:
-    """Notes the inputs of units in plain runs; ``run`` says which is under way."""
+    """Notes the inputs of units in plain runs; ``run`` says which is under way: "alone" first, and then "batch"."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
         self.run = ""
         self._shapes: dict[Unit, dict[int, set[Shape]]] = {}
-        self._first_rows: dict[str, dict[Unit, list[Tensor | None]]] = {}  # by run: of every call's first tensor
+        self._alone: dict[Unit, list[Tensor]] = {}  # the first tensor of every call, not yet met in the batch
+        self._moved: list[Unit] = []
 
     def note(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """A call of a unit."""
         tensors = [(i, t) for i, t in enumerate(tree_leaves((args, kwargs))) if isinstance(t, Tensor) and t.dim() > 0]
         for i, tensor in tensors:
             self._shapes.setdefault(unit, {}).setdefault(i, set()).add(tuple(tensor.shape))
-        row = tensors[0][1][:1].detach().clone() if tensors and len(tensors[0][1]) else None
-        self._first_rows.setdefault(self.run, {}).setdefault(unit, []).append(row)
+        if self.run == "alone" and tensors:
+            self._alone.setdefault(unit, []).append(tensors[0][1].detach().clone())
+        if self.run == "batch" and tensors and self._alone.get(unit):
+            alone, inputs = self._alone[unit].pop(0), tensors[0][1].detach()
+            if alone.shape == (1, *inputs.shape[1:]) and len(inputs) == self.batch and _is_elsewhere(alone, inputs):
+                self._moved.append(unit)
 
     def learn(self) -> None:
         """Tell the units how their inputs follow the batch."""
@@ -56,20 +60,29 @@ class Probe:
                 elif len(differ) == 1 and {shape[differ[0]] for shape in found} == sizes:
                     unit.batch_dims[i] = differ[0]
 
-    def check_rows_stay(self, units: Iterable[Unit], in_batch: str, alone: str) -> None:
+    def check_rows_stay(self) -> None:
         """Refuse a model in which row 0 of some unit's input is not the first example, where norms span units."""
-        rows = [self._first_rows.get(run, {}) for run in (in_batch, alone)]
-        for unit in units:
-            if unit.whole_groups or unit.inputs.get(0) != "examples":
-                continue
-            for a, b in zip(*(of_run.get(unit, []) for of_run in rows), strict=False):
-                if a is not None and b is not None and a.shape == b.shape and not outputs_agree(a, b):
-                    raise UnsupportedModelError(
-                        f"the first row that {unit.label} gets in a batch is not the first example: the model changes "
-                        "the order of the batch inside (sorting by length, say). An example's norm over several layers "
-                        "would be added up from rows of different examples, and bound nothing. Keep the order, or clip "
-                        "per layer."
-                    )
+        for unit in self._moved:
+            if not unit.whole_groups:
+                raise UnsupportedModelError(
+                    f"the first row that {unit.label} gets in a batch is not the first example: the model changes the "
+                    "order of the batch inside (sorting by length, say). An example's norm over several layers would "
+                    "be added up from rows of different examples, and bound nothing. Keep the order, or clip per "
+                    "layer."
+                )
+
+
+def _is_elsewhere(alone: Tensor, inputs: Tensor) -> bool:
+    """Whether the first example, as it is alone, is another row of the batch than the first.
+
+    Rounding moves it a little (more on a GPU, whose convolutions round their factors): another row must be nearer.
+    """
+    if alone.is_complex():
+        return False
+    rows = (inputs.double() - alone.double()).flatten(1)
+    apart = torch.linalg.vector_norm(rows, dim=1).nan_to_num(0.0)
+    length = torch.linalg.vector_norm(alone.double())
+    return bool((apart[0] > 1e-2 * length) & (apart[1:].min() < 0.5 * apart[0]))
 
 
 def _dims_that_differ(shapes: set[Shape]) -> list[int]:
