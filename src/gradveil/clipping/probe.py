@@ -79,7 +79,7 @@ def _is_elsewhere(alone: Tensor, inputs: Tensor) -> bool:
     """
     if alone.is_complex():
         return False
-    rows = (inputs.double() - alone.double()).flatten(1)
+    rows = (inputs.double() - alone.double()).reshape(len(inputs), -1)
     apart = torch.linalg.vector_norm(rows, dim=1).nan_to_num(0.0)
     length = torch.linalg.vector_norm(alone.double())
     return bool((apart[0] > 1e-2 * length) & (apart[1:].min() < 0.5 * apart[0]))
