@@ -168,7 +168,7 @@ def test_normalised_sums_are_those_of_one_example_at_a_time(clipping, gamma):
     groups = make_groups(model, clipping)
     expected = clipped_sums(model, F.cross_entropy, x, y, groups=groups, bounds=[1.0] * len(groups), gamma=gamma)
     clipper = Clipper(model, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
-    clipper.gamma = gamma
+    clipper.weighing.gamma = gamma
     F.cross_entropy(model(x), y).backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, expected.sums[name], rtol=1e-9, atol=1e-12)

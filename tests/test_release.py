@@ -68,7 +68,7 @@ def test_no_example_exceeds_the_bound_the_noise_was_scaled_to(strategy, decay, c
             name = next(n for n, q in named.items() if q is p)
             total[name] = total[name] + kept
         seen[engine.step] = {
-            "bounds": clipper.bounds,
+            "bounds": clipper.weighing.bounds,
             "largest": [clipper.harvest.largest(g) for g in range(len(groups))],
             "sums": total,
             "planned": engine.plan.sigma(engine.step),

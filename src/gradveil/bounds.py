@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.clipping import Group, Harvest
-from gradveil.clipping.clipper import Whitening
+from gradveil.clipping.weighing import Whitening
 from gradveil.errors import ConfigError
 from gradveil.randomness import NoiseSource
 from gradveil.records import SideRelease

@@ -262,7 +262,7 @@ class PrivacyEngine:
                 loss_reduction=self.loss_reduction,
                 views=self.views,
             )
-            self._clipper.whitening, self._clipper.gamma = self.rule.whitening, self.rule.gamma
+            self._clipper.weighing.whitening, self._clipper.weighing.gamma = self.rule.whitening, self.rule.gamma
             if self._sharded:
                 self._clipper.deliver, self._clipper.agree = joining.deliver_shard, self.ranks.all_agree
         self._open_book()
@@ -460,6 +460,8 @@ class PrivacyEngine:
             self.book.note(self.book.compared(release, self.parameters.values()))
         if steps is not None and steps.taken:
             self._put_aside.take(steps.parameters)
+        if self._clipper is not None:
+            self._clipper.start_step()
         self.take_step(harvest)
 
     def _plain_steps(self) -> Steps | None:
@@ -509,10 +511,9 @@ class PrivacyEngine:
         self._not_finite.note(harvest.lost, step=self.step)
         self.step += 1
         self._batch.clear()
-        self._clipper.start_step()
-        self._clipper.whitening = self.rule.whitening
+        self._clipper.weighing.whitening = self.rule.whitening
         if self.step < self.plan.steps:
-            self._clipper.bounds = self.rule.bounds(self.step)
+            self._clipper.weighing.bounds = self.rule.bounds(self.step)
 
     @property
     def not_finite_examples(self) -> int:
@@ -599,6 +600,7 @@ class PrivacyEngine:
             yield lambda: clipper.harvest
         finally:
             clipper.loss_reduction, clipper.padding = before, None
+            clipper.start_step()  # what was noted of this pass is in the graph's buffers, or nobody's
 
     def release_gathered(self, harvest: Harvest) -> None:
         """Noise on gradients that a captured pass has left, and its record."""
@@ -688,9 +690,9 @@ class PrivacyEngine:
         self.book.go_on()
         if self._clipper is not None:
             self.rule.load_state_dict(state["rule"])
-            self._clipper.whitening = self.rule.whitening
+            self._clipper.weighing.whitening = self.rule.whitening
             if self.step < self.plan.steps:
-                self._clipper.bounds = self.rule.bounds(self.step)
+                self._clipper.weighing.bounds = self.rule.bounds(self.step)
 
     def close(self, reason: str = "finished") -> None:
         """Note the end of the run in the ledger, and detach."""

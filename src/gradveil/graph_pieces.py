@@ -20,6 +20,7 @@ from gradveil.clipping.passes import Padding
 from gradveil.device_noise import add_drawn_noise
 from gradveil.errors import ConfigError
 from gradveil.kernels import cuda, graphs
+from gradveil.randomness import NoiseSource
 from gradveil.records import Release, SideRelease
 from gradveil.release import StepFacts, noise_scale, record
 
@@ -176,10 +177,10 @@ class Part(Piece):
                     "everything but the batch)."
                 )
             losses.backward(gradient=self._weights.to(losses.dtype))
+            if engine.looks_at_norms:
+                self.gathered.take_in(harvest(), first=not self.adds)
         of_examples = losses.detach() if self.views == 1 else losses.detach().view(self.rows, self.views).mean(1)
         self.total = self.gathered.sum_up(of_examples, self._padding)
-        if engine.looks_at_norms:
-            self.gathered.take_in(harvest(), first=not self.adds)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -208,6 +209,7 @@ class Finish(Piece):
         self._changes = 0
         self._how: How = "eagerly"  # the current step finishes
         self._sampler = ""
+        self._noise: NoiseSource | None = None  # of the current step
         self._redone: Release | None = None
         self._learned_from: tuple[tuple[SideRelease, ...], float] | None = None  # side releases and sigma
 
@@ -231,17 +233,18 @@ class Finish(Piece):
         if isinstance(engine.rule, WhitenedBounds):
             return "eagerly"
         self._sampler = engine.check_step(self.gathered)
-        self._generator.manual_seed(engine.noise().device_seed(self.device))
-        torch.randn(self._draw.shape, device=self.device, generator=self._generator, out=self._draw)
+        self._noise = engine.noise()
+        self._generator.manual_seed(self._noise.device_seed(self.device))
+        self._draw.normal_(generator=self._generator)  # what torch.randn draws, with less of the host's time
         if plan.sensitivity_rule != "clip" or engine.rule.counts_norms:
             return "by itself"
-        return "at once" if self._write_down() else "again"
+        return "at once" if self._write_down(self._noise) else "again"
 
     def look_at_batch(self) -> bool:
         """After the last part: what the host reads of it, and the release. Whether the noise and update may follow."""
-        return self._how == "by itself" and self._write_down()
+        return self._how == "by itself" and self._noise is not None and self._write_down(self._noise)
 
-    def _write_down(self) -> bool:
+    def _write_down(self, noise: NoiseSource) -> bool:
         """The scale of the noise is set, and the release noted; False where it was released before."""
         engine, plan = self.engine, self.engine.plan
         rate, size = engine.sampling.rate, float(engine.sampling.batch_size)
@@ -249,7 +252,7 @@ class Finish(Piece):
         grads = {name: p.grad for name, p in looked_at if p.grad is not None}
         bounds = engine.rule.bounds(engine.step)
         scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, grads, size))
-        side = engine.rule.side_releases(self.gathered, engine.noise())
+        side = engine.rule.side_releases(self.gathered, noise)
         release = record(engine.step, plan, scale, side=side, sampler=self._sampler, sample_rate=rate, batch_size=size)
         self._set_stds(scale.stds)
         self._learned_from = (side, scale.sigma)

@@ -10,8 +10,8 @@ from audited import UsedTwice, layers, setting
 
 from gradveil import audit
 from gradveil.clipping import clipper as clippers
-from gradveil.clipping.clipper import Clipper
 from gradveil.clipping.uses import Use, row_sq_norms
+from gradveil.clipping.weighing import Weighing
 from gradveil.parts import PhysicalParts
 from gradveil.randomness import NoiseSource
 from gradveil.records import Release
@@ -53,12 +53,12 @@ def test_noise_halved_under_flat_clipping(monkeypatch):
 
 def test_clip_not_applied_to_one_layer(monkeypatch, healthy):
     assert not healthy.is_broken
-    whole = Clipper.bounds
+    whole = Weighing.bounds
 
     def all_but_the_first(self, bounds):
         whole.fset(self, (1e6, *bounds[1:]))
 
-    monkeypatch.setattr(Clipper, "bounds", whole.setter(all_but_the_first))
+    monkeypatch.setattr(Weighing, "bounds", whole.setter(all_but_the_first))
     assert found(setting()).is_broken
 
 
@@ -84,13 +84,13 @@ def test_noise_added_per_physical_batch_at_the_wrong_scale(monkeypatch):
 def test_a_clip_schedule_that_changes_the_noise_but_not_the_clip(monkeypatch):
     made = {"strategy": "dyn-s-decay", "clip_end": 0.25}
     assert not found(setting(**made), steps=1600).is_broken
-    set_bounds = Clipper.bounds
+    set_bounds = Weighing.bounds
 
     def never_moves(self, bounds):
         if not self._bounds:
             set_bounds.fset(self, bounds)
 
-    monkeypatch.setattr(Clipper, "bounds", set_bounds.setter(never_moves))
+    monkeypatch.setattr(Weighing, "bounds", set_bounds.setter(never_moves))
     assert found(setting(**made), steps=1600).is_broken
 
 

@@ -135,10 +135,11 @@ def test_the_choice_of_formula_follows_cost():
     assert linear.choose_formula(1, 10, 10) == "rank-one"
     assert linear.choose_formula(65, 256, 768) == "gram"
     assert linear.choose_formula(512, 64, 64) == "direct"
-    wide = {"pixels": 64, "places": 100, "fields": 256, "maps": 256, "taps": 9}
+    wide = {"pixels": 64, "places": 100, "fields": 256, "maps": 256, "taps": 9, "settings": Settings()}
     assert conv_use.choose_formula(**wide, groups=1) == "gram"
     assert conv_use.choose_formula(**wide, groups=2) == "direct"
-    assert conv_use.choose_formula(pixels=1024, places=1156, fields=64, maps=64, taps=9, groups=1) == "direct"
+    narrow = wide | {"pixels": 1024, "places": 1156, "fields": 64, "maps": 64}
+    assert conv_use.choose_formula(**narrow, groups=1) == "direct"
 
 
 def test_kept_gradients_use_the_same_memory_again_and_stay_within_the_setting():
@@ -171,13 +172,15 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
     found = []
     for least in (1, 10**9):
         monkeypatch.setattr(conv_use, "_BY_CONVOLUTION", least)
+        conv_use.plan_for.cache_clear()
         for groups in (1, 2):
             use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
-            assert use._way == ("convolution" if least == 1 else "patches")
+            assert use._plan.way == ("convolution" if least == 1 else "patches")
             grads = use.per_example(slice(0, 3))
             assert all(grad[0].isfinite().all() and grad[2].isfinite().all() for grad in grads)
             use.keep(torch.tensor([True, False, True]))
             found.append([grad[[0, 2]] for grad in grads] + use.weighted_sums([torch.ones(3)] * 2))
+    conv_use.plan_for.cache_clear()
     for one, other in zip(found[:2], found[2:], strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -209,7 +212,7 @@ def test_patches_of_one_row_of_the_kernel_do_for_all_its_rows(data):
     g = torch.randn(examples, *shape, generator=generator, dtype=torch.float64)
     geometry = {"kernel": kernel, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
     use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **geometry)
-    assert use._way == "rows"
+    assert use._plan.way == "rows"
     expected = [torch.zeros(examples, *p.shape, dtype=torch.float64) for p in layer.parameters()]
     for i in range(examples):
         of_example = torch.autograd.grad((layer(x[i : i + 1]) * g[i : i + 1]).sum(), list(layer.parameters()))

@@ -80,7 +80,7 @@ def test_shared_weights_are_clipped_by_the_norm_of_their_sum(name, clipping, gam
         bounds = (bound,) * len(groups)
         expected = clipped_sums(model, F.cross_entropy, x, y, groups=groups, bounds=bounds, gamma=gamma)
         clipper = Clipper(model, groups, bounds=bounds, loss_reduction="mean")
-        clipper.gamma = gamma
+        clipper.weighing.gamma = gamma
         assert all(unit.rule is not None for unit in clipper.units)  # no part goes through torch.func
         if by_factors:
             monkeypatch.setattr(tied.TiedUse, "per_example", None)
@@ -97,7 +97,7 @@ def test_whitened_shared_weights_go_by_their_gradients():
     x, y = tokens()
     groups = make_groups(model, "per-layer")
     clipper = Clipper(model, groups, bounds=(0.05,) * len(groups), loss_reduction="mean")
-    clipper.whitening = {n: (torch.zeros_like(p), torch.ones_like(p)) for n, p in model.named_parameters()}
+    clipper.weighing.whitening = {n: (torch.zeros_like(p), torch.ones_like(p)) for n, p in model.named_parameters()}
     F.cross_entropy(model(x), y).backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters()}
     clipper.detach()

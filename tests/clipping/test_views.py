@@ -145,7 +145,7 @@ def test_normalised_gradients_of_views():
     bounds = [0.3] * len(groups)
     reference = clipped_sums(model, F.cross_entropy, x, y, groups=groups, bounds=bounds, gamma=0.01, views=2)
     clipper = Clipper(model, groups, bounds=bounds, loss_reduction="mean", views=2)
-    clipper.gamma = 0.01
+    clipper.weighing.gamma = 0.01
     F.cross_entropy(model(x), y).backward()
     for name, p in model.named_parameters():
         assert float((p.grad - reference.sums[name]).abs().max()) < 1e-9

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil.clipping import on_cuda, performance
+from gradveil.clipping import performance
 from gradveil.clipping.decomposable import (
     SHARED_INPUT,
     OutputWatch,
@@ -51,7 +51,7 @@ from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.function_state import no_autocast
 from gradveil.clipping.groups import Group
 from gradveil.clipping.native_layers import native_layer
-from gradveil.clipping.passes import Call, DeviceBounds, Harvest, Padding, Pass, inside
+from gradveil.clipping.passes import Call, Harvest, Padding, Pass
 from gradveil.clipping.probe import Probe
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
@@ -61,15 +61,13 @@ from gradveil.clipping.support import check_module
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_input, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.units import Tie, Unit, find_units
-from gradveil.clipping.uses import CombinedUse, Use, Weigh, WhitenedUse
+from gradveil.clipping.uses import CombinedUse, Use
 from gradveil.clipping.views import of_examples
 from gradveil.clipping.watch import PythonWatch, Watch
+from gradveil.clipping.weighing import Weighing
 from gradveil.errors import ConfigError, UnsupportedModelError
 from gradveil.kernels import cuda, programs
 from gradveil.kernels.layers import Layers, NativeWatch, layers
-
-_ALL = slice(None)
-Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
 
 
 class Clipper:
@@ -90,15 +88,9 @@ class Clipper:
                 raise refusal("hook", name)
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
         self.views = views  # rows of one example, one after the other (views.py)
-        self._device_bounds: dict[torch.device, DeviceBounds] = {}
-        self._bounds: tuple[float, ...] = ()
-        self._bounds_inside: list[float] = []  # a little lower, see inside()
-        self.bounds = bounds
+        self.weighing = Weighing(len(groups), bounds)
         self.padding: Padding | None = None  # of the coming passes
-        self.whitening: Whitening | None = None
-        self.gamma: float | None = None  # where given, an example's gradient g counts as C g / (|g| + gamma)
         self.units = find_units(module, groups)
-        self._harvest = Harvest(len(groups))
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
         self._probe: Probe | None = None
@@ -121,29 +113,6 @@ class Clipper:
         self._quiet = False
         self._watch = OutputWatch()
         self._attach()
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        """The bound of each group in the coming passes."""
-        return self._bounds
-
-    @bounds.setter
-    def bounds(self, bounds: Sequence[float]) -> None:
-        bounds = tuple(bounds)
-        if bounds == self._bounds:
-            return
-        if len(bounds) != len(self.groups):
-            raise ConfigError(f"{len(bounds)} bounds for {len(self.groups)} groups. Give one for each.")
-        self._bounds = bounds
-        margin = inside(torch.float32)
-        self._bounds_inside = [bound * margin for bound in self._bounds]
-        for kept in self._device_bounds.values():
-            kept.set(self._bounds)
-
-    def _bounds_on(self, device: torch.device) -> DeviceBounds:
-        if device not in self._device_bounds:
-            self._device_bounds[device] = DeviceBounds(self._bounds, device)
-        return self._device_bounds[device]
 
     # ---- attaching and detaching
 
@@ -217,7 +186,7 @@ class Clipper:
             self._watch.model_checked = True
             self._check_model(module, args, kwargs, rows)
         self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
-        if self._layers is not None and self.padding is None and self._only_clips and self.views == 1:
+        if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
         if any(t.requires_grad for t in tensors):  # what leaves through the inputs is the gradient of the user's loss
             back = 1.0 / self._output_scale(self._current)
@@ -236,18 +205,13 @@ class Clipper:
         current = self._current
         return None if current is None or current.library is None or self._quiet else current
 
-    @property
-    def _only_clips(self) -> bool:
-        """Whether an example's weight is min(1, C / norm), as compiled kernels have it."""
-        return self.whitening is None and self.gamma is None
-
     def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
         """Layers of this pass may run in C++: nothing is padded or whitened, and an example is one row."""
         clipper, number = self._gradients.number, library.next_number()
-        settings = (self._bounds, device, performance.settings().kept_elements)
+        settings = (self.weighing.bounds, device, performance.settings().kept_elements)
         if settings != self._told:
-            on_device = self._bounds_on(device).inside if device.type == "cuda" else None
-            library.set_settings(clipper, self._bounds_inside, on_device, settings[2])
+            on_device = self.weighing.bounds_on(device).inside if device.type == "cuda" else None
+            library.set_settings(clipper, self.weighing.bounds_inside, on_device, settings[2])
             self._told = settings
         self._passes[number] = current
         library.begin(clipper, number, current.batch, len(self.units))
@@ -397,7 +361,7 @@ class Clipper:
         needs = (False, True, len(found.parameters) == 2)
         if not x.is_cuda or not cuda.available() or layer.has_no_program(x, g):
             return self._sums(found, rule.backward(x, weight, tuple(kept), g, needs)[1], of_pass) or []
-        bounds = self._bounds_on(x.device).inside
+        bounds = self.weighing.bounds_on(x.device).inside
         with programs.recording([x, g, bounds, of_pass.flags(x.device), *kept]) as recorder:
             sums = self._sums(found, rule.backward(x, weight, tuple(kept), g, needs)[1], of_pass)
         layer.learn(x, g, recorder.program)
@@ -409,17 +373,12 @@ class Clipper:
             current.keep(unit, use)
             return None
         current.set_clipped(unit)
-        sums = self._clip_alone(unit, use, current)
+        sums = self.weighing.clip_alone(unit, use, current)
         live = unit.live() if self._sharded else unit.parameters
         sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, live, strict=True)]
         for slot, total in zip(unit.slots, sums, strict=True):
             self._gradients.expect(slot, total)
         return sums
-
-    def _clip_alone(self, unit: Unit | Tie, use: Use, current: Pass) -> list[Tensor]:
-        """The clipped sums of a use that holds whole groups by itself."""
-        sums = self._kernel_sums(unit, use, current)
-        return self._whitened(unit, use).clipped_sums(self._weigh_unit(unit, current)) if sums is None else sums
 
     def _being_differentiated(self) -> Pass | None:
         """The pass whose backward is under way, by Python's account or by that of the C++ code."""
@@ -447,8 +406,8 @@ class Clipper:
         self._differentiated = current
         if not current.differentiated:
             current.differentiated = True
-            self._harvest.passes += 1
-            self._harvest.examples += 0 if current.empty else current.batch
+            self.weighing.harvest.passes += 1
+            self.weighing.harvest.examples += 0 if current.empty else current.batch
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
 
     def _finish(self, current: Pass) -> None:
@@ -458,7 +417,7 @@ class Clipper:
             self._clip_kept(current)
         self._gradients.stamp()
         if current.lost is not None and not current.empty:
-            self._harvest.lost.append(current.lost)
+            self.weighing.harvest.lost.append(current.lost)
 
     def _claim_groups(self, clipped: Iterable[Unit | Tie], current: Pass) -> None:
         """Each group is clipped once in a pass: two backward() calls that reach different layers would add up."""
@@ -479,7 +438,8 @@ class Clipper:
                 alone = [(of, use) for of, use in work if of.whole_groups]
                 others = [(of, use) for of, use in work if not of.whole_groups]
                 clipped = chain(
-                    (self._clip_alone(of, use, current) for of, use in alone), self._clip_together(others, current)
+                    (self.weighing.clip_alone(of, use, current) for of, use in alone),
+                    self.weighing.clip_together(others, current),
                 )
                 for (of, _), sums in zip(alone + others, clipped, strict=True):
                     for parameter, total in zip(of.parameters, sums, strict=True):
@@ -489,18 +449,19 @@ class Clipper:
     def harvest(self) -> Harvest:
         """What the passes of this step add up to, beside the gradients."""
         passes, examples, groups, found, lost = self._gradients.gathered()
-        self._harvest.passes += passes
-        self._harvest.examples += examples
-        self._harvest.lost += lost
+        harvest = self.weighing.harvest
+        harvest.passes += passes
+        harvest.examples += examples
+        harvest.lost += lost
         if groups:
             device = self._watched[0][1].device
-            bounds = self._bounds_on(device).exact_of if device.type == "cuda" else self.bounds
-            self._harvest.note_layers(groups, found, bounds)
-        return self._harvest
+            bounds = self.weighing.bounds_on(device).exact_of if device.type == "cuda" else self.weighing.bounds
+            harvest.note_layers(groups, found, bounds)
+        return harvest
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet."""
-        self._harvest = Harvest(len(self.groups))
+        self.weighing.harvest = Harvest(len(self.groups))
         self._gradients.start_step()
 
     def _check_parameters(self) -> None:
@@ -520,12 +481,6 @@ class Clipper:
         if touched >= 0:
             raise refusal("changed", self._watched[touched][0])
 
-    def _whitened(self, unit: Unit | Tie, use: Use) -> Use:
-        if self.whitening is None:
-            return use
-        centres, scales = zip(*(self.whitening[name] for name in unit.names), strict=True)
-        return WhitenedUse(use, centres, scales)
-
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """Calls of the model, or parts of it, in here are not followed."""
@@ -534,87 +489,6 @@ class Clipper:
             yield
         finally:
             self._quiet = before
-
-    def _clip_together(self, work: Sequence[tuple[Unit | Tie, Use]], current: Pass) -> Iterator[list[Tensor]]:
-        """The clipped sums of uses that only together hold whole groups: norms first, then one contraction each."""
-        work = [(unit, self._whitened(unit, use)) for unit, use in work]
-        squares: dict[int, Tensor] = {}
-        for unit, use in work:
-            for group, square in zip(unit.group_of, use.sq_norms(), strict=True):
-                squares[group] = squares[group] + square if group in squares else square
-        weights = {g: self._weigh_group(g, square.sqrt(), square.dtype, current) for g, square in squares.items()}
-        for unit, use in work:
-            keep = self._kept([weights[g] for g in set(unit.group_of)], current, slice(None))
-            if keep is not None:
-                use.keep(keep)
-            yield use.weighted_sums([weights[g] for g in unit.group_of])
-
-    def _weigh_unit(self, unit: Unit | Tie, current: Pass) -> Weigh:
-        def weigh(rows: slice, squares: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-            of_group: dict[int, Tensor] = {}
-            for group, square in zip(unit.group_of, squares, strict=True):
-                of_group[group] = of_group[group] + square if group in of_group else square
-            found = {g: self._weigh_group(g, s.sqrt(), s.dtype, current, rows) for g, s in of_group.items()}
-            return [found[g] for g in unit.group_of], self._kept(list(found.values()), current, rows)
-
-        return weigh
-
-    def _kernel_sums(self, unit: Unit | Tie, use: Use, current: Pass) -> list[Tensor] | None:
-        """By a compiled kernel, where one fits: one group, nothing whitened or normalised, real examples."""
-        if not self._only_clips or current.empty or len(set(unit.group_of)) != 1:
-            return None
-        group = unit.group_of[0]
-        if use.device.type == "cuda":
-            if not cuda.available():
-                return None
-            bounds = self._bounds_on(use.device)
-            clip = cuda.Clip(bounds.inside_of[group], current.flags(use.device), current.present)
-            found = on_cuda.clipped(use, clip)
-            if found is None:
-                return None
-            self._harvest.note(group, found.norms, found.weights, bounds.exact_of[group])
-            return found.sums
-        if current.present is not None:
-            return None  # the CPU's kernels know of no padding
-        at_once = use.clipped_at_once(self._bounds_inside[group])
-        if at_once is None:
-            return None
-        self._harvest.note(group, at_once.norms, at_once.weights, self.bounds[group])
-        if at_once.not_finite:
-            self._kept([at_once.weights], current, slice(None))
-        return at_once.sums
-
-    def _inside(self, group: int, dtype: torch.dtype) -> float:
-        """The bound to clip to: a few units in the last place lower, so that rounding cannot carry a norm over it."""
-        return self.bounds[group] * inside(dtype)
-
-    def _weigh_group(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice = _ALL) -> Tensor:
-        """min(1, C / norm) per example, or C / (norm + gamma); 0 where the norm is not finite, for padding, and for an
-        empty batch.
-        """
-        if current.empty:
-            return torch.zeros_like(norms)
-        bound: float | Tensor = self._bounds_on(norms.device).exact_of[group] if norms.is_cuda else self.bounds[group]
-        scale = bound * inside(dtype)
-        if self.gamma is None:
-            weights = norms.reciprocal().mul_(scale).clamp_(max=1.0).nan_to_num_(nan=0.0)
-        else:
-            weights = (norms + self.gamma).reciprocal_().mul_(scale).nan_to_num_(nan=0.0)
-        if current.present is not None:
-            weights = weights * current.present[rows]
-        self._harvest.note(group, norms, weights, bound)
-        return weights
-
-    def _kept(self, weights: list[Tensor], current: Pass, rows: slice) -> Tensor | None:
-        """Which examples count in all these groups; None where it is known, without waiting for a GPU, that all do."""
-        keep = weights[0] > 0
-        for other in weights[1:]:
-            keep = keep & (other > 0)
-        if keep.device.type == "cpu" and bool(keep.all()):
-            return None
-        lost = ~keep if current.present is None else ~keep & current.present[rows]
-        current.flags(keep.device)[rows] |= lost
-        return keep
 
 
 def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:

@@ -17,9 +17,12 @@ behind that are in performance.py, and change nothing beyond rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +47,18 @@ def wide_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def keep_rows(t: Tensor, keep: Tensor) -> Tensor:
     """Zero the rows of examples that are dropped; multiplying by 0 would keep their NaN."""
     return torch.where(keep.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros((), dtype=t.dtype, device=t.device))
+
+
+def weights_of(norms: np.ndarray[Any, Any], bound: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+    """min(1, bound / norm) of every example, 0 where its norm is not finite; and which examples to keep (None: all).
+
+    In numpy, whose calls cost a fraction of torch's: there is one number per example, and small layers feel each call.
+    """
+    weights = bound / np.maximum(norms, bound)  # nan where the norm is
+    if not math.isnan(norms.dot(weights)):
+        return weights, None
+    np.nan_to_num(weights, copy=False, nan=0.0)  # some norm is infinite, or not a number
+    return weights, np.isfinite(norms)
 
 
 Weigh = Callable[[slice, list[Tensor]], tuple[list[Tensor], Tensor | None]]
@@ -235,7 +250,9 @@ class Workspace:
         return best[:size].view(rows, columns)
 
     def give_back(self, buffer: Tensor) -> None:
-        whole = buffer.new_empty(0).set_(buffer.untyped_storage())
+        whole = buffer._base
+        if whole is None:  # the buffer itself, or one taken where torch keeps no account of views
+            whole = buffer.new_empty(0).set_(buffer.untyped_storage())
         room = performance.settings().kept_elements - sum(b.numel() for b in self._free)
         if whole.numel() <= room:
             self._free.append(whole)

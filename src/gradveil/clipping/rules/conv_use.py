@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_
 from gradveil.kernels import native
 
 
-def choose_formula(*, pixels: int, places: int, fields: int, maps: int, taps: int, groups: int) -> str:
+def choose_formula(
+    *, pixels: int, places: int, fields: int, maps: int, taps: int, groups: int, settings: performance.Settings
+) -> str:
     """How to get at the norms, by cost in multiply-adds per example.
 
     direct   form the gradient, L * K C O: the work of the sum itself. Clipped on the way to it, it costs a few passes
@@ -29,7 +33,6 @@ def choose_formula(*, pixels: int, places: int, fields: int, maps: int, taps: in
              input pixels (P of them): P^2 C + L^2 (K + O). One scaled contraction follows. For few pixels and many
              channels.
     """
-    settings = performance.settings()
     if groups != 1 or settings.formula == "direct":
         return "direct"
     if settings.formula == "gram":
@@ -48,6 +51,85 @@ _VECTOR, _AT_ONCE = 16, 8
 # Patches of a row of the kernel are quick from so many columns of the product on, and up to so many elements of an
 # example; several times the usual number of examples at once.
 _COLUMNS, _MOST_BY_ROWS, _MORE_AT_ONCE = 48, 1 << 17, 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the gradients of a convolution of some shape are formed, and its norms found.
+
+    way     patches       all that the kernel sees is copied, and a batched product taken
+            rows          what one row of the kernel sees is copied, which does for its other rows further down in the
+                          same memory; a batched product for each of them (on the CPU)
+            convolution   PyTorch's own weight gradient, every example a group of channels (on the CPU)
+    """
+
+    way: str
+    elements: int  # that an example takes meanwhile
+    formula: str  # see choose_formula
+    channels_inside: bool  # patches are cut with the channels innermost: copying is quick where runs are long
+    outputs_last: bool  # of a product with patches: quicker on the CPU where outputs fill its vectors
+
+
+@lru_cache(maxsize=1024)
+def plan_for(
+    field: tuple[int, ...],
+    map_: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    transposed: bool,
+    one_contraction: bool,
+    cpu: bool,
+    settings: performance.Settings,
+) -> Plan:
+    """By the shapes of field and map: small layers feel how long it takes to decide, so it is decided once."""
+    taps, pixels, outputs = math.prod(kernel), math.prod(map_[2:]), map_[1] // groups
+    way, elements = "patches", field[1] * taps * max(pixels, outputs)
+    if cpu:
+        elements //= 2  # patches are written once and read once: they need not stay in the nearest cache
+        if not transposed:
+            other = _way_without_patches(field, map_, kernel, stride, groups, settings)
+            way, elements = (way, elements) if other is None else other
+    of_channels = field[1] * (kernel[-1] if dilation[-1] == 1 else 1)
+    of_pixels = map_[-1] if stride[-1] == 1 else 1
+    channels_inside = way == "patches" and groups == 1 and taps > 1 and of_channels > of_pixels
+    outputs_last = way == "patches" and not channels_inside and cpu and outputs % _VECTOR == 0
+    formula = "direct"
+    if one_contraction:
+        places = math.prod(n + 2 * p for n, p in zip(field[2:], padding, strict=True))
+        formula = choose_formula(
+            pixels=pixels, places=places, fields=field[1], maps=map_[1], taps=taps, groups=groups, settings=settings
+        )
+    return Plan(way, elements, formula, channels_inside, outputs_last)
+
+
+def _way_without_patches(
+    field: tuple[int, ...],
+    map_: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    groups: int,
+    settings: performance.Settings,
+) -> tuple[str, int] | None:
+    """Rows or a convolution, and the elements of an example, where they are quicker than patches on the CPU."""
+    gradient = field[1] * math.prod(kernel) * (map_[1] // groups)
+    if len(kernel) == 2 and kernel[0] > 1 and stride[0] == 1:
+        of_rows = gradient + math.prod(_patches_of_a_row(1, field, map_, kernel, groups))
+        if field[1] // groups * kernel[1] >= _COLUMNS and of_rows <= _MOST_BY_ROWS:
+            return "rows", of_rows // _MORE_AT_ONCE
+    if gradient * math.prod(map_[2:]) >= _BY_CONVOLUTION:
+        taken = gradient + math.prod(field[1:]) + math.prod(map_[1:])
+        return "convolution", max(taken, settings.chunk_elements // _AT_ONCE)
+    return None
+
+
+def _patches_of_a_row(
+    examples: int, field: Sequence[int], map_: Sequence[int], kernel: Sequence[int], groups: int
+) -> tuple[int, ...]:
+    """(b, G, KW, C/G, H, output width)"""
+    return examples, groups, kernel[1], field[1] // groups, field[2], map_[3]
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -89,45 +171,22 @@ class ConvUse(Use):
         self._buffer: tuple[Tensor, Tensor, native.ConvGeometry] | None = None  # gradients of weight and bias, in C++
         self._lent = False  # whether the buffer is the workspace's
         self._dropped: Tensor | None = None
-        self._way, self.elements_per_example = self._way_to_gradients()
-        self.formula = "direct"
-        if weight and one_contraction:
-            places = math.prod(n + 2 * p for n, p in zip(field.shape[2:], padding, strict=True))
-            self.formula = choose_formula(
-                pixels=self.pixels,
-                places=places,
-                fields=field.shape[1],
-                maps=map_.shape[1],
-                taps=self.taps,
-                groups=groups,
-            )
+        self._plan = plan_for(
+            field.shape,
+            map_.shape,
+            kernel,
+            stride,
+            padding,
+            dilation,
+            groups,
+            transposed,
+            weight and one_contraction,
+            self.device.type == "cpu",
+            performance.settings(),
+        )
+        self.elements_per_example, self.formula = self._plan.elements, self._plan.formula
 
     # ---- per-example gradients, by PyTorch
-
-    def _way_to_gradients(self) -> tuple[str, int]:
-        """How they are formed, and the elements that an example takes meanwhile.
-
-        patches       all that the kernel sees is copied, and a batched product taken
-        rows          what one row of the kernel sees is copied, which does for its other rows further down in the same
-                      memory; a batched product for each of them (on the CPU)
-        convolution   PyTorch's own weight gradient, every example a group of channels (on the CPU)
-        """
-        outputs = self.map.shape[1] // self.groups
-        of_patches = self.field.shape[1] * self.taps * max(self.pixels, outputs)
-        if self.device.type != "cpu":
-            return "patches", of_patches
-        of_patches //= 2  # patches are written once and read once: they need not stay in the nearest cache
-        if self.transposed:
-            return "patches", of_patches
-        gradient = self.field.shape[1] * self.taps * outputs
-        if len(self.kernel) == 2 and self.kernel[0] > 1 and self.stride[0] == 1:
-            of_rows = gradient + math.prod(self._patches_of_a_row(1))
-            if self.field.shape[1] // self.groups * self.kernel[1] >= _COLUMNS and of_rows <= _MOST_BY_ROWS:
-                return "rows", of_rows // _MORE_AT_ONCE
-        if gradient * self.pixels >= _BY_CONVOLUTION:
-            taken = gradient + math.prod(self.field.shape[1:]) + math.prod(self.map.shape[1:])
-            return "convolution", max(taken, performance.settings().chunk(self.device) // _AT_ONCE)
-        return "patches", of_patches
 
     def per_example(self, rows: slice) -> list[Tensor]:
         found = self._gradients(rows)
@@ -140,24 +199,19 @@ class ConvUse(Use):
             map_ = self.map[rows]
             b, channels = map_.shape[:2]
             field = self.field[rows]
-            if self._way == "rows":
+            if self._plan.way == "rows":
                 return [self._products_by_rows(map_, field), *self._bias_gradients(rows)]
-            if self._way == "convolution":
+            if self._plan.way == "convolution":
                 product = self._weight_gradients(map_, field)
             else:
                 with workspace.room(field, b * field.shape[1] * self.taps * self.pixels) as room:
                     product = self._product_with_patches(map_, field, room)
-            shape = (self.groups, -1, channels // self.groups) if self._outputs_last else (channels, -1)
+            shape = (self.groups, -1, channels // self.groups) if self._plan.outputs_last else (channels, -1)
             found.append(product.view(b, *shape))
         return found + self._bias_gradients(rows)
 
     def _bias_gradients(self, rows: slice) -> list[Tensor]:
         return [self.g[rows].flatten(2).sum(2)] if self.bias else []
-
-    def _patches_of_a_row(self, examples: int) -> tuple[int, ...]:
-        """(b, G, KW, C/G, H, output width)"""
-        channels, height = self.field.shape[1] // self.groups, self.field.shape[2]
-        return examples, self.groups, self.kernel[1], channels, height, self.map.shape[3]
 
     def _products_by_rows(self, map_: Tensor, field: Tensor) -> Tensor:
         """(b, KH, G, O/G, KW C/G), in memory (KH, b, ...): a batched product for every row of the kernel.
@@ -165,7 +219,8 @@ class ConvUse(Use):
         What a row of the kernel sees above and below the field is zero, and left out.
         """
         b, c, high, wide = field.shape
-        shape, side = self._patches_of_a_row(b), self.padding[1]
+        shape = _patches_of_a_row(b, field.shape, map_.shape, self.kernel, self.groups)
+        side = self.padding[1]
         columns, width = shape[2] * shape[3], shape[5]
         maps = map_.reshape(b * self.groups, map_.shape[1] // self.groups, self.pixels)
         sizes = (self.kernel[0], *maps.shape[:2], columns)
@@ -174,7 +229,9 @@ class ConvUse(Use):
         with workspace.room(field, math.prod(shape)) as room:
             with workspace.room(field, b * c * high * (wide + 2 * side)) as padded:
                 frame = padded.view(b, c, high, wide + 2 * side)
-                frame[..., :side], frame[..., side : side + wide], frame[..., side + wide :] = 0.0, field, 0.0
+                if side:
+                    padded.zero_()
+                frame[..., side : side + wide] = field
                 channel, line = frame.stride()[1:3]
                 steps = (c * channel, c // self.groups * channel, self.dilation[1], channel, line, self.stride[1])
                 room.view(shape).copy_(frame.as_strided(shape, steps, frame.storage_offset()))
@@ -190,17 +247,17 @@ class ConvUse(Use):
         return found.view(self.kernel[0], b, self.groups, maps.shape[1], columns).movedim(0, 1)
 
     def _done_with(self, grads: list[Tensor]) -> None:
-        if self._way == "rows" and self.weight and _is_plain(grads[0]):
+        if self._plan.way == "rows" and self.weight and _is_plain(grads[0]):
             workspace.give_back(grads[0])
 
     def _product_with_patches(self, map_: Tensor, field: Tensor, room: Tensor) -> Tensor:
         """The gradients, by patches that are put into ``room``."""
         b, channels = map_.shape[:2]
-        if self._channels_inside:
+        if self._plan.channels_inside:
             return torch.bmm(map_.reshape(b, channels, -1), self._patches_channels_inside(field, room))
         patches = self._patches(field, room).flatten(0, 1)  # (b G, C/G K, L)
         maps = map_.reshape(b * self.groups, channels // self.groups, -1)
-        return patches @ maps.mT if self._outputs_last else maps @ patches.mT
+        return patches @ maps.mT if self._plan.outputs_last else maps @ patches.mT
 
     def _weight_gradients(self, map_: Tensor, field: Tensor) -> Tensor:
         """(b O, C/G, *kernel), by PyTorch's own convolution: every example is a group of its own."""
@@ -240,32 +297,15 @@ class ConvUse(Use):
     def _weight_in_order(self, weight: Tensor, examples: tuple[int, ...]) -> Tensor:
         """(*examples, O, C/G, *kernel) from the order of the patches."""
         shape = (*examples, self.map.shape[1])
-        if self._way == "rows":  # (..., KH, G, O/G, KW, C/G)
+        if self._plan.way == "rows":  # (..., KH, G, O/G, KW, C/G)
             n, weight = len(examples), weight.unflatten(-1, (self.kernel[1], -1))
             order = (*range(n), n + 1, n + 2, n + 4, n, n + 3)
             return weight.permute(order).reshape(*shape, weight.shape[-1], *self.kernel)
-        if self._outputs_last:
+        if self._plan.outputs_last:
             return weight.mT.reshape(*shape, -1, *self.kernel)
-        if self._channels_inside:
+        if self._plan.channels_inside:
             return weight.view(*shape, *self.kernel, -1).movedim(-1, len(shape))
         return weight.view(*shape, -1, *self.kernel)
-
-    @property
-    def _outputs_last(self) -> bool:
-        """Whether a product with patches has the outputs innermost: quicker on the CPU where they fill its vectors."""
-        return (
-            self._way == "patches"
-            and not self._channels_inside
-            and self.device.type == "cpu"
-            and self.map.shape[1] // self.groups % _VECTOR == 0
-        )
-
-    @property
-    def _channels_inside(self) -> bool:
-        """Whether patches are cut with the channels innermost: copying is quick where runs are long."""
-        of_channels = self.field.shape[1] * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
-        of_pixels = self.map.shape[-1] if self.stride[-1] == 1 else 1
-        return self._way == "patches" and self.groups == 1 and self.taps > 1 and of_channels > of_pixels
 
     def _patches(self, x: Tensor, room: Tensor) -> Tensor:
         """(b, G, C/G K, L), from a strided view: one copy, and no launch per example (as F.unfold has on CUDA)."""

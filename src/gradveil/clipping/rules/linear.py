@@ -15,7 +15,16 @@ from torch.nn import functional as F
 
 from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, norms_of_rows, row_sq_norms, wide_pair
+from gradveil.clipping.uses import (
+    Use,
+    Weigh,
+    gram_sq_norms,
+    keep_rows,
+    norms_of_rows,
+    row_sq_norms,
+    weights_of,
+    wide_pair,
+)
 from gradveil.kernels import cuda, native
 
 
@@ -171,11 +180,10 @@ class LinearUse(Use):
         norms = norms_of_rows(g).numpy()
         of_x = norms_of_rows(x).numpy()
         norms *= np.hypot(of_x, _ONE) if self.bias else of_x
-        weights = bound / np.maximum(norms, bound)  # nan where the norm is
+        weights, finite = weights_of(norms, bound)
         lost = 0
-        if math.isnan(norms.dot(weights)):  # some norm is infinite, or not a number
-            np.nan_to_num(weights, copy=False, nan=0.0)
-            keep = torch.from_numpy(np.isfinite(norms))
+        if finite is not None:
+            keep = torch.from_numpy(finite)
             lost = len(x) - int(keep.sum())
             x, g = keep_rows(x, keep), keep_rows(g, keep)
         w, outputs = torch.from_numpy(weights), g.t()
