@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gradveil import device_noise, randomness
+from gradveil import device_noise, numpy_noise, randomness
 from gradveil.kernels import native
 from gradveil.randomness import NoiseSource, SecretKey
 
@@ -205,8 +205,8 @@ def test_the_generator_in_use_is_named(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_of_numpys_is_a_function_of_its_place(dtype, monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: None)
-    block, least, most = randomness._BLOCK, randomness._LEAST_PART, randomness._MOST_PART
-    whole = NoiseSource(SecretKey(3), 4)._values(0, 2 * block + 17, dtype)
+    block, least, most = numpy_noise._BLOCK, numpy_noise._LEAST_PART, numpy_noise._MOST_PART
+    whole = NoiseSource(SecretKey(3), 4).by_numpy.values(0, 2 * block + 17, dtype)
     source = NoiseSource(SecretKey(3), 4)
     for start, count in (
         (0, 0),
@@ -222,7 +222,7 @@ def test_a_value_of_numpys_is_a_function_of_its_place(dtype, monkeypatch):
         (3, 2 * block),
     ):
         for again in (NoiseSource(SecretKey(3), 4), source):
-            values = again._values(start, count, dtype)
+            values = again.by_numpy.values(start, count, dtype)
             assert np.array_equal(values, whole[start : start + count])
             values[:] = 0.0  # whoever asked may do so
     assert len(np.unique(whole)) > 0.99 * len(whole)
@@ -233,17 +233,17 @@ def test_a_value_of_numpys_is_a_function_of_its_place(dtype, monkeypatch):
 def test_noise_of_numpys_goes_to_its_places_part_by_part(before, monkeypatch):
     """Tensors that end where a part does, reach over several, or are empty."""
     monkeypatch.setattr(native, "kernels", lambda: None)
-    least, most = randomness._LEAST_PART, randomness._MOST_PART
+    least, most = numpy_noise._LEAST_PART, numpy_noise._MOST_PART
     sizes = [least - before % least, 0, 3, 3 * most + 5, 1, 2 * most]
     stds = [1.0, 2.0, 0.5, 3.0, 0.0, 0.25]
     grads = [torch.ones(size) for size in sizes]
     source = NoiseSource(SecretKey(3), 4)
-    source._take(before, torch.float32)
+    source.by_numpy.take(before, torch.float32)
     source.add_to(grads, stds, divide_by=2.0)
-    z = torch.from_numpy(NoiseSource(SecretKey(3), 4)._values(before, sum(sizes), torch.float32)).split(sizes)
+    z = torch.from_numpy(NoiseSource(SecretKey(3), 4).by_numpy.values(before, sum(sizes), torch.float32)).split(sizes)
     for grad, std, values in zip(grads, stds, z, strict=True):
         torch.testing.assert_close(grad, (1.0 + std * values) / 2.0)
-    assert source._place == before + sum(sizes)
+    assert source.by_numpy.place == before + sum(sizes)
     source.add_to([torch.ones(0)], [1.0], divide_by=2.0)
 
 
@@ -251,12 +251,12 @@ def test_tensors_share_no_value_of_numpys_and_types_no_block(monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: None)
     source = NoiseSource(SecretKey(3), 4)
     types = [torch.float32, torch.bfloat16, torch.float64, torch.float64, torch.float32]
-    places = [source._take(100, dtype) for dtype in types]
-    block = randomness._BLOCK
+    places = [source.by_numpy.take(100, dtype) for dtype in types]
+    block = numpy_noise._BLOCK
     assert places == [0, 100, block, block + 100, 2 * block]
     again = NoiseSource(SecretKey(3), 4)
     again.pass_over([torch.zeros(100, dtype=dtype) for dtype in types])
-    assert again._place == 2 * block + 100
+    assert again.by_numpy.place == 2 * block + 100
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
