@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from made import Made, follow
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -16,24 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from gradveil.clipping import Clipper, clipped_sums, make_groups
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 from loops import run, start
-
-
-class Made(nn.Module):
-    """A model from a function and its modules."""
-
-    def __init__(self, function, **modules):
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *args):
-        return self.function(self, *args)
-
-
-def follow(model, clipping="flat", bound=1.0, reduction="sum"):
-    groups = make_groups(model, clipping)
-    return Clipper(model, groups, bounds=[bound] * len(groups), loss_reduction=reduction)
 
 
 def length(model):

@@ -36,28 +36,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import performance
-from gradveil.clipping.decomposable import (
-    SHARED_INPUT,
-    OutputWatch,
-    PlainRun,
-    check_buffers,
-    check_examples_apart,
-    check_same_output,
-    first_example,
-    plain_run,
-    tensors_in,
-)
+from gradveil.clipping._rng import rng_state
+from gradveil.clipping.decomposable import SHARED_INPUT, OutputWatch, check_same_output
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.function_state import no_autocast
 from gradveil.clipping.groups import Group
+from gradveil.clipping.model_check import ModelCheck
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, Harvest, Padding, Pass
-from gradveil.clipping.probe import Probe
+from gradveil.clipping.plain_runs import tensors_in
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.sharding import any_sharded
-from gradveil.clipping.support import check_module
+from gradveil.clipping.support import check_module, half_precision
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_input, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
 from gradveil.clipping.units import Tie, Unit, find_units
@@ -91,10 +83,17 @@ class Clipper:
         self.weighing = Weighing(len(groups), bounds)
         self.padding: Padding | None = None  # of the coming passes
         self.units = find_units(module, groups)
+        self._frozen = [  # in modules that are followed, whose gradient would be computed with the others
+            (f"{unit.name}.{name}".lstrip("."), parameter)
+            for unit in self.units
+            for name, parameter in unit.module.named_parameters()
+            if not parameter.requires_grad
+        ]
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
-        self._probe: Probe | None = None
+        self._model = ModelCheck(self.units, self.quietly)
         self._plain_output: list[Tensor] | None = None  # what the current pass must give, in its first batch
+        self._to_probe: tuple[Any, Any, Any] | None = None  # arguments and generators of a pass that may call them
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._slots: dict[int, int] = {}  # by parameter
@@ -184,7 +183,10 @@ class Clipper:
             )
         if to_check:
             self._watch.model_checked = True
-            self._check_model(module, args, kwargs, rows)
+            self._model.alone = self.agree is bool
+            self._plain_output = self._model.look(module, args, kwargs, rows)
+        elif self._model.unprobed and rows > 1:
+            self._to_probe = args, kwargs, rng_state(tensors[0].device)
         self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
         if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
@@ -222,12 +224,17 @@ class Clipper:
             return None
         current, self._current = self._current, None
         plain, self._plain_output = self._plain_output, None
-        if plain is not None and output is not None:  # it is None where the forward has failed
+        call, self._to_probe = self._to_probe, None
+        if output is None:  # the forward has failed
+            return None
+        if call is not None and any(current.uses(unit) for unit in self._model.unprobed):
+            plain = self._model.look(module, call[0], call[1], current.rows, drawn_from=call[2])
+        if plain is not None:
             check_same_output(output, plain)
         if current.empty:
             output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
             return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
-        if not isinstance(output, Tensor) and output is not None and not tensors_in(output):
+        if not isinstance(output, Tensor) and not tensors_in(output):
             raise UnsupportedModelError(
                 f"the model returned a {type(output).__name__}, in which no tensor was found, so that it cannot be "
                 "followed. Return tensors, or tuples, lists and dictionaries of them (a class of your own can be "
@@ -243,7 +250,7 @@ class Clipper:
             output = self._tapped_output(output, current, scale)
         else:
             output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
-        return self._watch.wrap(output, current.rows)
+        return self._watch.wrap(output, current.rows, scaled=scale != 1.0)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
         if not isinstance(t, Tensor) or not t.requires_grad:
@@ -255,37 +262,11 @@ class Clipper:
             return tapped
         return tap_output(t, self, current, scale)
 
-    def _check_model(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
-        """On the first batch, by plain runs (see probe.py): are examples apart, and which inputs follow the batch?"""
-        self._probe = probe = Probe(batch)
-        of_first = first_example(args, kwargs, batch)
-
-        def run(name: str, arguments: Any, *, evaluate: bool) -> PlainRun:
-            probe.run = name
-            with self.quietly():
-                return plain_run(module, *arguments, evaluate=evaluate)
-
-        try:
-            alone = run("alone", of_first, evaluate=True)
-            whole = run("batch", (args, kwargs), evaluate=True)
-            if not (whole.drew or alone.drew):  # otherwise two calls differ whatever the batch
-                check_examples_apart(whole.outputs, alone.outputs, batch)
-                probe.check_rows_stay()
-            if any(child.training for child in module.modules()):
-                whole = run("batch, as it is", (args, kwargs), evaluate=False)
-                check_buffers(module, whole, run("alone, as it is", of_first, evaluate=False))
-            probe.learn()
-        finally:
-            self._probe = None
-        # A module followed as a whole draws for every example by itself.
-        if not whole.drew or all(unit.rule is not None for unit in self.units):
-            self._plain_output = whole.outputs
-
     def forward(self, unit: Unit, plain: Callable[..., Any], plan: OutputPlan, args: Any, kwargs: Any) -> Any:
         """A unit's forward: through an autograd function while the model is called, plain otherwise."""
         if self._quiet or not torch.is_grad_enabled():
-            if self._probe is not None:
-                self._probe.note(unit, args, kwargs)
+            if self._model.probe is not None:
+                self._model.probe.note(unit, args, kwargs)
             return plain(*args, **kwargs)
         again = self._current is None and torch._C._current_graph_task_id() != -1
         current = self._being_differentiated() if again else self._current
@@ -333,8 +314,13 @@ class Clipper:
             f"{unit.label} was called with an input of shape {tuple(x.shape)} in a batch of {batch} examples: its "
             "first dimension is not the batch, so examples cannot be told apart. Keep the batch first (for a "
             "sequence: (batch, time, features), not (batch * time, features))."
-            + (f" {SHARED_INPUT}" if any(u.inputs.get(0) == "shared" for u in self.units) else "")
+            + (f" {SHARED_INPUT}" if any(self._is_shared(u) for u in self.units) else "")
         )
+
+    @staticmethod
+    def _is_shared(unit: Unit) -> bool:
+        """Whether this is a lookup without a batch dimension, which is followed as if it had one."""
+        return unit.rule is not None and unit.rule.shared_input and unit.inputs.get(0) == "shared"
 
     # ---- the backward pass
 
@@ -343,6 +329,8 @@ class Clipper:
         current, unit = call.current, call.unit
         if call.done:
             self.refuse(unit.index, "twice")
+        if not current.started:
+            self.refuse(unit.index, "elsewhere")
         call.done = True
         if current.was_clipped(unit):
             self.refuse(unit.index, "checkpoints")
@@ -375,7 +363,9 @@ class Clipper:
         current.set_clipped(unit)
         sums = self.weighing.clip_alone(unit, use, current)
         live = unit.live() if self._sharded else unit.parameters
-        sums = [s if s.dtype == p.dtype else s.to(p.dtype) for s, p in zip(sums, live, strict=True)]
+        sums = [
+            s if s.dtype == p.dtype else _as_parameter(s, p, n) for s, p, n in zip(sums, live, unit.names, strict=True)
+        ]
         for slot, total in zip(unit.slots, sums, strict=True):
             self._gradients.expect(slot, total)
         return sums
@@ -442,8 +432,8 @@ class Clipper:
                     self.weighing.clip_together(others, current),
                 )
                 for (of, _), sums in zip(alone + others, clipped, strict=True):
-                    for parameter, total in zip(of.parameters, sums, strict=True):
-                        self.deliver(parameter, total.to(parameter.dtype))
+                    for parameter, total, name in zip(of.parameters, sums, of.names, strict=True):
+                        self.deliver(parameter, _as_parameter(total, parameter, name))
 
     @property
     def harvest(self) -> Harvest:
@@ -473,6 +463,9 @@ class Clipper:
                 raise refusal("hook", name)
             if not parameter.requires_grad:
                 raise refusal("frozen", name)
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise refusal("unfrozen", name)
 
     def check_untouched(self) -> None:
         """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
@@ -489,6 +482,15 @@ class Clipper:
             yield
         finally:
             self._quiet = before
+
+
+def _as_parameter(total: Tensor, parameter: Tensor, name: str) -> Tensor:
+    """A sum in the type of the parameter. FSDP may have made that a narrower one."""
+    if total.dtype == parameter.dtype:
+        return total
+    if parameter.dtype in (torch.float16, torch.bfloat16):
+        raise half_precision(name, parameter.dtype)
+    return total.to(parameter.dtype)
 
 
 def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:

@@ -12,55 +12,16 @@ losses), breaks that silently.
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from gradveil.clipping._rng import rng_at, rng_state, same_rng
+from gradveil.clipping.plain_runs import PlainRun, tensors_in
+from gradveil.clipping.refusals import refusal
 from gradveil.errors import UnsupportedModelError
-
-
-@dataclass(frozen=True)
-class PlainRun:
-    """What one call of the model gave: its outputs, whether it drew random numbers, and its buffers after it."""
-
-    outputs: list[Tensor]
-    drew: bool
-    buffers: dict[str, Tensor]
-
-
-def plain_run(module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool) -> PlainRun:
-    """A call without gradients that leaves nothing behind: modes, buffers and generators are as they were."""
-    modes = {child: child.training for child in module.modules()}
-    kept = [
-        (child, name, buffer, buffer.clone())
-        for child in module.modules()
-        for name, buffer in child._buffers.items()
-        if buffer is not None
-    ]
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    before = rng_state(device)
-    try:
-        with torch.no_grad(), rng_at(before, device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
-            if evaluate:
-                module.eval()
-            outputs = tensors_in(module(*args, **kwargs))
-            drew = not same_rng(before, rng_state(device))
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    finally:
-        for child, mode in modes.items():
-            child.training = mode
-        with torch.no_grad():
-            for child, name, buffer, value in kept:
-                buffer.copy_(value)
-                child._buffers[name] = buffer
-    return PlainRun(outputs, drew, buffers)
 
 
 def check_buffers(module: nn.Module, of_batch: PlainRun, of_one: PlainRun) -> None:
@@ -76,28 +37,29 @@ def check_buffers(module: nn.Module, of_batch: PlainRun, of_one: PlainRun) -> No
         )
 
 
-def first_example(args: Any, kwargs: Any, batch: int) -> Any:
-    """The same arguments with the first example alone."""
-    return tree_map(
-        lambda t: t[:1] if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch else t, (args, kwargs)
-    )
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-
-
 def check_examples_apart(whole: list[Tensor], alone: list[Tensor], batch: int) -> None:
     """Compare the model's outputs on the whole batch with its outputs on the first example alone, both in eval mode."""
+    if not examples_are_apart(whole, alone):
+        raise UnsupportedModelError(
+            "the model gives another output for an example alone than for the same example in a batch of "
+            f"{batch}: it mixes examples, so a per-example gradient is undefined and no clipping bounds what one "
+            "example does. Normalise within each example (GroupNorm, LayerNorm) instead of over the batch."
+        )
+
+
+def examples_are_apart(whole: list[Tensor], alone: list[Tensor]) -> bool:
     for of_batch, of_one in zip(whole, alone, strict=True):
         if of_batch.dim() == 0 or of_one.shape != (1, *of_batch.shape[1:]) or not of_batch.is_floating_point():
             continue  # a scalar (a loss inside the model), or something whose rows are not the examples
         if not outputs_agree(of_batch[:1], of_one):
-            raise UnsupportedModelError(
-                "the model gives another output for an example alone than for the same example in a batch of "
-                f"{batch}: it mixes examples, so a per-example gradient is undefined and no clipping bounds what one "
-                "example does. Normalise within each example (GroupNorm, LayerNorm) instead of over the batch."
-            )
+            return False
+    return True
+
+
+def same_shapes_but_for_the_batch(whole: list[Tensor], alone: list[Tensor], batch: int) -> bool:
+    """Whether outputs with the batch first have one row where the first example is alone."""
+    pairs = [(a, b) for a, b in zip(whole, alone, strict=False) if a.dim() > 0 and a.shape[0] == batch]
+    return len(whole) == len(alone) and all(b.shape == (1, *a.shape[1:]) for a, b in pairs)
 
 
 SHARED_INPUT = (
@@ -138,15 +100,25 @@ class _Watched(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _AS_A_TENSOR:
+            return func(*tree_map(_unmarked, args), **(kwargs or {}))
         if func is torch.Tensor.backward:
             for watch in tuple(_WAITING):
                 watch.check_loss(args[0])
         else:
             with torch._C.DisableTorchFunctionSubclass():
                 _check_operation(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs or {})
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        # What is not differentiated is no loss: users print it, copy it, write it to files.
+        plain = isinstance(found, _Watched) and not found.requires_grad and all(found is not a for a in args)
+        return _unmarked(found) if plain else found
 
 
+def _unmarked(t: Any) -> Any:
+    return t.as_subclass(Tensor) if isinstance(t, _Watched) else t
+
+
+_AS_A_TENSOR = {Tensor.__format__, Tensor.__repr__, Tensor.__deepcopy__, Tensor.__reduce_ex__}
 _LOSSES_WITH_A_COUNT = (F.cross_entropy, F.nll_loss)
 
 
@@ -179,15 +151,18 @@ class OutputWatch:
 
     def __init__(self) -> None:
         self.model_checked = False
-        self._wrapped = False
+        self._wrapped = self._scaled = False
         self._outputs: list[Tensor] = []
 
-    def wrap(self, output: Any, batch: int) -> Any:
-        """The output, marked if it is the first; the loss is looked at when its ``backward`` is called."""
+    def wrap(self, output: Any, batch: int, *, scaled: bool) -> Any:
+        """The output, marked if it is the first; the loss is looked at when its ``backward`` is called.
+
+        ``scaled``: the gradient of the output is multiplied on its way into the model.
+        """
         self._forget()
         if self._wrapped or batch < 2:
             return output
-        self._wrapped = True
+        self._wrapped, self._scaled = True, scaled
 
         def mark(t: Any) -> Any:
             if type(t) is not Tensor or not t.requires_grad or t.dim() == 0 or t.shape[0] != batch:
@@ -208,7 +183,10 @@ class OutputWatch:
     def check_loss(self, loss: Tensor) -> None:
         """Refuse a loss in which the outputs of different examples interact."""
         with torch._C.DisableTorchFunctionSubclass():
-            for output in self._forget():
+            outputs = self._forget()
+            if self._scaled and _is_beside(loss, outputs):
+                raise refusal("beside", "")
+            for output in outputs:
                 if _mixes(loss, output):
                     raise UnsupportedModelError(
                         "the loss mixes examples: its gradient for one example's output depends on another's, so no "
@@ -218,6 +196,19 @@ class OutputWatch:
 
 
 _WAITING: list[OutputWatch] = []
+
+
+def _is_beside(loss: Tensor, outputs: list[Tensor]) -> bool:
+    """Whether a loss of these outputs reaches a followed layer by another way as well."""
+    nodes, seen, beside = [loss.grad_fn], set(), False
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or node.name() in ("gradveil::output", "OutputTapBackward"):
+            continue
+        beside |= node.name() in ("gradveil::layer", "LayerTapBackward", "FunctionTapBackward")
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return beside and any(output.grad_fn in seen for output in outputs)
 
 
 def _mixes(loss: Tensor, output: Tensor) -> bool:

@@ -26,7 +26,7 @@ from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.clipping.decomposable import outputs_agree
 from gradveil.clipping.function_inputs import Stamps, batch_dims, refuse_joined_examples
 from gradveil.clipping.function_outputs import KindPlan, OutputPlan, Result, has_gradient, to_hand_on
-from gradveil.clipping.function_state import Autocast, Buffers, no_autocast, no_saved_tensor_hooks
+from gradveil.clipping.function_state import Attributes, Autocast, Buffers, no_autocast, no_saved_tensor_hooks
 from gradveil.clipping.units import Unit
 from gradveil.clipping.uses import MaterialisedUse
 from gradveil.errors import UnsupportedModelError
@@ -53,6 +53,8 @@ class FunctionCall:
         self.leaves, self.spec = tree_flatten((args, kwargs))
         self.dims = batch_dims(unit, args, kwargs, self.leaves, batch)  # by place among the leaves
         self.batched = list(self.dims)
+        if not unit.inputs:
+            unit.assumed_dims = dict(self.dims)
         self.differentiable = [i for i in self.batched if self.leaves[i].requires_grad]
         self.device = self.leaves[self.batched[0]].device
         self.autocast = Autocast(self.device)
@@ -199,7 +201,13 @@ class FunctionCall:
                 found.append(tuple(torch.zeros_like(s) for s in sources))
                 continue
             of, cotangents = zip(*pairs, strict=True)
-            found.append(torch.autograd.grad(of, sources, cotangents, allow_unused=True, materialize_grads=True))
+            grads_of_one = torch.autograd.grad(of, sources, cotangents, allow_unused=True, materialize_grads=True)
+            if any(g.is_sparse for g in grads_of_one):
+                raise UnsupportedModelError(
+                    f"{self.unit.label} makes sparse gradients (F.embedding with sparse=True, say): clipping and "
+                    "Gaussian noise are defined here for dense ones. Leave out sparse=True."
+                )
+            found.append(grads_of_one)
         whole = [torch.stack(c, dim=d) for c, d in zip(zip(*outputs, strict=True), of_outputs, strict=False)]
         columns = list(zip(*found, strict=True))
         dims = [self.dims[i] for i in self.differentiable]
@@ -220,12 +228,16 @@ class FunctionCall:
         """A run beside the ordinary one: from the state before it, and without a trace."""
         args, kwargs = tree_unflatten(leaves, self.spec)
         swapped = {name: p for names, p in zip(self.unit.places, parameters, strict=True) for name in names}
-        with (
-            self.buffers.copied(),
-            _reparametrize_module(self.unit.module, swapped),
-            self.autocast.again(),
-        ):
-            return Result(self.plain(*args, **kwargs))
+        attributes = Attributes(self.unit.module)
+        try:
+            with (
+                self.buffers.copied(),
+                _reparametrize_module(self.unit.module, swapped),
+                self.autocast.again(),
+            ):
+                return Result(self.plain(*args, **kwargs))
+        finally:
+            attributes.put_back()
 
     @contextmanager
     def _same_draws(self, leave_advanced: bool = False) -> Iterator[None]:
@@ -239,6 +251,7 @@ class FunctionCall:
 
     def _learn(self, parameters: list[Tensor], result: Result) -> KindPlan:
         """Where the batch stands in each output, whether vmap works, whether examples are apart."""
+        self._refuse_gradients_from_elsewhere(parameters)
         differentiable = [has_gradient(t) for t in result.tensors]
         self.plan = plan = KindPlan(
             result.spec, set(result.constants), self._output_dims(parameters, differentiable), differentiable
@@ -281,6 +294,19 @@ class FunctionCall:
         return dims
 
     # ---- refusals
+
+    def _refuse_gradients_from_elsewhere(self, parameters: list[Tensor]) -> None:
+        """What requires a gradient and is neither a parameter of the module nor an input would not get it."""
+        leaves = [v.detach() if isinstance(v, Tensor) else v for v in self.leaves]
+        with torch.enable_grad(), self._same_draws():
+            outputs = self._run_again([p.detach() for p in parameters], leaves).tensors
+        if any(t.requires_grad for t in outputs):
+            raise UnsupportedModelError(
+                f"{self.unit.label} uses something that needs a gradient and is neither a parameter of its own nor an "
+                "input: a parameter of another module, or an activation that was kept as an attribute. It is followed "
+                "as a whole, and that gradient would be lost. Give it as an argument, or use a parameter only in the "
+                "module that owns it."
+            )
 
     def _other_outputs(self, alone: int, together: int) -> UnsupportedModelError:
         return UnsupportedModelError(

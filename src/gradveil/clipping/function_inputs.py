@@ -63,6 +63,12 @@ def batch_dims(unit: Unit, args: Any, kwargs: Any, leaves: list[Any], batch: int
 
 def _batch_dim(unit: Unit, args: Any, kwargs: Any, place: int, leaf: Tensor, batch: int) -> int | None:
     """As the first batch taught it; where it did not, as the kind of module has it, or else the first dimension."""
+    if unit.inputs.get(place) == "mixed":
+        raise UnsupportedModelError(
+            f"{unit.label} was called with an input of shape {tuple(leaf.shape)} in a batch of {batch} examples: in "
+            "some of its calls the first dimension is the batch, in others it is not (a table of constants, say), so "
+            "its examples cannot be told apart. Give it the batch in every call: table.expand(len(x), -1, -1)."
+        )
     if place in unit.batch_dims:
         known = unit.batch_dims[place]
         if known is None or leaf.shape[known : known + 1] == (batch,):
@@ -84,6 +90,9 @@ def _batch_dim(unit: Unit, args: Any, kwargs: Any, place: int, leaf: Tensor, bat
             return None  # a sequence without a batch
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first and leaf.dim() == 3:
         expected = 1
+    if batch == 1 and not unit.inputs and leaf.shape[expected : expected + 1] != (1,):
+        # With one example there is nothing to tell apart: any dimension of size one will do.
+        return next((d for d, size in enumerate(leaf.shape) if size == 1), None)
     return expected if leaf.shape[expected : expected + 1] == (batch,) else None
 
 

@@ -53,6 +53,25 @@ def _put(places: list[_Named], values: list[_Named]) -> None:
         place.update(value)
 
 
+class Attributes:
+    """What the modules of a model hold as attributes, beside parameters, buffers and children: put back after a run.
+
+    A run beside the ordinary one leaves nothing behind: counters do not advance, and an activation that was kept is the
+    ordinary run's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._then = [(vars(child), dict(vars(child))) for child in module.modules()]
+
+    def put_back(self) -> None:
+        for live, then in self._then:
+            for name in [name for name in live if name not in then]:
+                del live[name]
+            for name, value in then.items():
+                if live.get(name, self) is not value:
+                    live[name] = value
+
+
 class Autocast:
     """The autocast that is on at present, if any, to be set again in the backward pass."""
 

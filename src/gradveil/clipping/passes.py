@@ -41,6 +41,11 @@ class Pass:
         self._lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
 
+    @property
+    def started(self) -> bool:
+        """Whether the backward pass has come through the model's output."""
+        return self.differentiated if self.library is None else self.library.started(self.number)
+
     def count(self, unit: Unit, *, again: bool) -> None:
         """A call of a unit, in the forward pass or again in the backward pass."""
         if self.library is not None:

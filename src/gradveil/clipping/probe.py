@@ -6,13 +6,15 @@ training only). From the inputs of each unit follows
 - where the batch stands in them: an input of T positions and a batch of T examples look alike, but only one of them
   changes with the batch;
 - whether the rows of all units are the same examples in the same order. A model that sorts its batch inside gives the
-  right outputs, but an example's norm over several layers would be added up from rows of different examples.
+  right outputs, but an example's norm over several layers would be added up from rows of different examples. It is run
+  on the batch upside down too: one that sorts cannot have the first example first in the one and last in the other.
 
 The output of the last run on the batch is what the followed model must give as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,54 +28,76 @@ Shape = tuple[int, ...]
 
 
 class Probe:
-    """Notes the inputs of units in plain runs; ``run`` says which is under way: "alone" first, and then "batch"."""
+    """Notes the inputs of units in plain runs: of the first example alone, and then of the batch."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.run = ""
-        self._shapes: dict[Unit, dict[int, set[Shape]]] = {}
-        self._alone: dict[Unit, list[Tensor]] = {}  # the first tensor of every call, not yet met in the batch
+        self._run = ""
+        # Of every flat input, its shapes with the first example alone and with the batch.
+        self._shapes: dict[Unit, dict[int, tuple[set[Shape], set[Shape]]]] = {}
+        self._alone: dict[Unit, list[Tensor]] = {}  # the first tensor of every call
+        self._calls: dict[Unit, int] = {}  # in the present run
         self._moved: list[Unit] = []
+
+    def start(self, run: str) -> None:
+        """Which run comes next: "alone", "batch" or "reversed" (the batch upside down); others tell shapes only."""
+        self._run, self._calls = run, {}
 
     def note(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """A call of a unit."""
         tensors = [(i, t) for i, t in enumerate(tree_leaves((args, kwargs))) if isinstance(t, Tensor) and t.dim() > 0]
         for i, tensor in tensors:
-            self._shapes.setdefault(unit, {}).setdefault(i, set()).add(tuple(tensor.shape))
-        if self.run == "alone" and tensors:
-            self._alone.setdefault(unit, []).append(tensors[0][1].detach().clone())
-        if self.run == "batch" and tensors and self._alone.get(unit):
-            alone, inputs = self._alone[unit].pop(0), tensors[0][1].detach()
-            if alone.shape == (1, *inputs.shape[1:]) and len(inputs) == self.batch and _is_elsewhere(alone, inputs):
+            alone, together = self._shapes.setdefault(unit, {}).setdefault(i, (set(), set()))
+            (alone if self._run.startswith("alone") else together).add(tuple(tensor.shape))
+        if not tensors:
+            return
+        first, number = tensors[0][1].detach(), self._calls.get(unit, 0)
+        self._calls[unit] = number + 1
+        if self._run == "alone":
+            self._alone.setdefault(unit, []).append(first.clone())
+        elif self._run in ("batch", "reversed") and number < len(self._alone.get(unit, ())):
+            of_one, row = self._alone[unit][number], 0 if self._run == "batch" else self.batch - 1
+            fits = of_one.shape == (1, *first.shape[1:]) and len(first) == self.batch
+            if fits and _is_elsewhere(of_one, first, row):
                 self._moved.append(unit)
 
-    def learn(self) -> None:
-        """Tell the units how their inputs follow the batch."""
-        sizes = {1, self.batch}
-        for unit, shapes in self._shapes.items():
-            for i, found in shapes.items():
-                first = {shape[0] for shape in found}
-                unit.inputs[i] = "examples" if first == sizes else "shared" if len(first) == 1 else "other"
-                differ = _dims_that_differ(found)
-                if not differ:
+    def learn(self, units: Iterable[Unit]) -> None:
+        """Tell units that were called how their inputs follow the batch."""
+        for unit in units:
+            for i, (alone, together) in self._shapes.get(unit, {}).items():
+                if not alone or not together:
+                    continue
+                firsts = {shape[0] for shape in alone}, {shape[0] for shape in together}
+                if firsts == ({1}, {self.batch}):
+                    unit.inputs[i] = "examples"
+                else:
+                    unit.inputs[i] = "shared" if firsts[0] == firsts[1] and len(firsts[0]) == 1 else "other"
+                dims = _batch_dims(alone, together, self.batch)
+                if alone == together:
                     unit.batch_dims[i] = None
-                elif len(differ) == 1 and {shape[differ[0]] for shape in found} == sizes:
-                    unit.batch_dims[i] = differ[0]
+                elif len(dims) == 1:
+                    unit.batch_dims[i] = dims[0]
+                elif not dims and 1 in firsts[0] and self.batch in firsts[1]:
+                    unit.inputs[i] = "mixed"  # some calls have the batch first, others something else
+
+    def first_sizes(self, unit: Unit) -> set[int]:
+        """Of a unit's first input in the batch: the sizes of its first dimension."""
+        return {shape[0] for shape in self._shapes.get(unit, {}).get(0, (set(), set()))[1]}
 
     def check_rows_stay(self) -> None:
-        """Refuse a model in which row 0 of some unit's input is not the first example, where norms span units."""
+        """Refuse a model in which the first example is not where the batch has it, where norms span units."""
         for unit in self._moved:
             if not unit.whole_groups:
                 raise UnsupportedModelError(
-                    f"the first row that {unit.label} gets in a batch is not the first example: the model changes the "
-                    "order of the batch inside (sorting by length, say). An example's norm over several layers would "
-                    "be added up from rows of different examples, and bound nothing. Keep the order, or clip per "
-                    "layer."
+                    f"the rows that {unit.label} gets in a batch are not the examples in their order: the model "
+                    "changes the order of the batch inside (sorting by length, say). An example's norm over several "
+                    "layers would be added up from rows of different examples, and bound nothing. Keep the order, or "
+                    "clip per layer."
                 )
 
 
-def _is_elsewhere(alone: Tensor, inputs: Tensor) -> bool:
-    """Whether the first example, as it is alone, is another row of the batch than the first.
+def _is_elsewhere(alone: Tensor, inputs: Tensor, row: int) -> bool:
+    """Whether the first example, as it is alone, is another row of the batch than this one.
 
     Rounding moves it a little (more on a GPU, whose convolutions round their factors): another row must be nearer.
     """
@@ -82,10 +106,11 @@ def _is_elsewhere(alone: Tensor, inputs: Tensor) -> bool:
     rows = (inputs.double() - alone.double()).reshape(len(inputs), -1)
     apart = torch.linalg.vector_norm(rows, dim=1).nan_to_num(0.0)
     length = torch.linalg.vector_norm(alone.double())
-    return bool((apart[0] > 1e-2 * length) & (apart[1:].min() < 0.5 * apart[0]))
+    return bool((apart[row] > 1e-2 * length) & (apart.min() < 0.5 * apart[row]))
 
 
-def _dims_that_differ(shapes: set[Shape]) -> list[int]:
-    """Among shapes with as many dimensions; where those differ, all of them."""
-    lengths = {len(shape) for shape in shapes}
-    return [d for d in range(max(lengths)) if len(lengths) > 1 or len({shape[d] for shape in shapes}) > 1]
+def _batch_dims(alone: set[Shape], together: set[Shape], batch: int) -> list[int]:
+    """The dimensions that are 1 in every shape of one example, and the batch in every shape of the batch."""
+    shapes = alone | together
+    dims = range(min(map(len, shapes))) if len(set(map(len, shapes))) == 1 else range(0)
+    return [d for d in dims if {s[d] for s in alone} == {1} and {s[d] for s in together} == {batch}]

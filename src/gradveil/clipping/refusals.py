@@ -45,6 +45,23 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
         "{what} was differentiated from something other than the model's output: gradveil follows a pass from the "
         "output of the whole model. Return from forward() what the loss is computed from.",
     ),
+    "beside": (
+        PrivacyViolation,
+        "the loss is computed from the model's output and from something beside it (an activation kept as an "
+        "attribute, say): that part of its gradient would be smaller than the other, by the size of the batch. Return "
+        "from forward() all that the loss is computed from, or use loss_reduction='sum' with a loss that is a sum.",
+    ),
+    "late": (
+        UnsupportedModelError,
+        "{what} was called for the first time after the first batch, with an input that is not what it was taken for: "
+        "its first dimension has the size of the batch, but is not the batch. Keep the batch first (for a sequence: "
+        "(batch, time, features)).",
+    ),
+    "unfrozen": (
+        PrivacyViolation,
+        "parameter {what!r} was made trainable after make_private: its gradient would be neither clipped nor noised. "
+        "Decide what trains before make_private; to unfreeze layers later, detach() and start a new engine.",
+    ),
     "checkpoints": (
         UnsupportedModelError,
         "{what} is used in a reentrant checkpoint and once more, in another or outside: the first use was clipped "

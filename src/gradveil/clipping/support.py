@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -46,11 +47,22 @@ def check_module(module: nn.Module) -> None:
                 f"parameter {name!r} is {kind}: clipping and Gaussian noise are defined here for dense real "
                 "parameters. Use a real, dense parametrisation, or freeze it (requires_grad_(False))."
             )
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise half_precision(name, parameter.dtype)
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UnsupportedModelError(
                 f"parameter {name!r} of a lazy module has no shape yet. Run one forward pass on public or zero input "
                 "before make_private."
             )
+
+
+def half_precision(name: str, dtype: torch.dtype) -> UnsupportedModelError:
+    """Of a parameter that trains, and so has its gradient, in half precision."""
+    return UnsupportedModelError(
+        f"parameter {name!r} is of {dtype}: the sum of clipped gradients would be rounded to that before the noise is "
+        "added, by more than the noise is made for, so that one example could change it by more than its bound. Keep "
+        "what trains in float32 and compute in half precision: torch.autocast. (What is frozen may be in any type.)"
+    )
 
 
 def fix(module: nn.Module) -> nn.Module:
@@ -63,7 +75,7 @@ def fix(module: nn.Module) -> nn.Module:
     >>> type(fix(model)[1]).__name__, fix(model)[1].num_groups
     ('GroupNorm', 4)
     """
-    return _fixed(copy.deepcopy(module))
+    return _fixed(copy.deepcopy(module), {})
 
 
 def _groups(channels: int) -> int:
@@ -71,7 +83,15 @@ def _groups(channels: int) -> int:
     return max((g for g in range(1, min(32, channels // 2) + 1) if channels % g == 0), default=1)
 
 
-def _fixed(module: nn.Module) -> nn.Module:
+def _fixed(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """``done``: what was made of a module that is held in several places."""
+    if module not in done:
+        done[module] = module  # a module may hold itself, by way of others
+        done[module] = _mended(module, done)
+    return done[module]
+
+
+def _mended(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
     if isinstance(module, _BatchNorm):
         channels = int(module.num_features)
         if channels == 0:
@@ -84,6 +104,7 @@ def _fixed(module: nn.Module) -> nn.Module:
         module.track_running_stats = False
         for buffer in ("running_mean", "running_var", "num_batches_tracked"):
             setattr(module, buffer, None)
-    for name, child in module.named_children():
-        setattr(module, name, _fixed(child))
+    for name, child in module._modules.items():
+        if child is not None:
+            setattr(module, name, _fixed(child, done))
     return module

@@ -29,7 +29,7 @@ class OutputTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clipper: Clipper, current: Pass, scale: float) -> Tensor:
         ctx.clipper, ctx.current, ctx.scale = clipper, current, scale
-        return x.view_as(x)
+        return x.detach()  # not a view, which others could not change in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,7 +45,7 @@ class InputTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

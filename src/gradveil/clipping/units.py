@@ -41,9 +41,11 @@ class Unit:
     places: list[list[str]] = field(default_factory=list)  # below this module: all modules that hold it, each once
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
     # How the first dimension of each flat input follows the batch, learned on the first batch of more than one example:
-    # "examples" (it is the batch), "shared" (it does not change with the batch), "other" (neither).
+    # "examples" (it is the batch), "shared" (it does not change with the batch), "mixed" (it is the batch in some of
+    # its calls only), "other" (none of these).
     inputs: dict[int, str] = field(default_factory=dict)
     batch_dims: dict[int, int | None] = field(default_factory=dict)  # where the batch stands in them; None: nowhere
+    assumed_dims: dict[int, int] = field(default_factory=dict)  # where it was taken to stand before that was known
     index: int = 0  # among the units of its model
     slots: list[int] = field(default_factory=list)  # of its parameters, in the watch over gradients
     native: NativeLayer | None = None  # the layer in C++, where its kind is known there

@@ -84,6 +84,7 @@ struct Layer : Numbered<Layer> {
     }
 
     Clipped clip(const Tensor& x, const Tensor& weight, const variable_list& kept, const Tensor& g, Pass& pass) {
+        if (x.numel() == 0 || g.numel() == 0) return {};  // a layer without inputs or outputs: its sizes tell nothing
         if (x.is_cuda() && x.scalar_type() == g.scalar_type()) return replay(x, kept, g, pass);
         if (x.scalar_type() != at::kFloat || g.scalar_type() != at::kFloat) return {};
         return x.is_cpu() && on_cpu ? clip_on_cpu(x.contiguous(), weight, g, pass) : Clipped{};
@@ -92,6 +93,7 @@ struct Layer : Numbered<Layer> {
     // Whether a use that must wait for the norms of other layers can do so here.
     bool waits(const Tensor& x, const Tensor& weight, const Tensor& g, const Pass& pass) const {
         if (!on_cpu || !x.is_cpu() || x.scalar_type() != at::kFloat || g.scalar_type() != at::kFloat) return false;
+        if (x.numel() == 0 || g.numel() == 0) return false;
         if (kind == LINEAR) return x.numel() == x.size(0) * x.size(-1);
         return kind == CONVOLUTION && x.size(0) * kernel_elements(weight) <= pass.settings->most_kept;
     }

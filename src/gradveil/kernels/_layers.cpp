@@ -82,6 +82,7 @@ struct LayerNode : OwnNode {
     variable_list apply(variable_list&& grads) override {
         std::lock_guard<std::mutex> guard(mutex_);
         if (done) refuse(pass->clipper, layer->unit, "twice");
+        if (!pass->started) refuse(pass->clipper, layer->unit, "elsewhere");
         TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
         done = true;
         const bool differentiable = at::GradMode::is_enabled();
@@ -209,6 +210,7 @@ struct OutputNode : OwnNode {
         if (g.dim() == 0 && pass->batch > 1) refuse(pass->clipper, 0, "scalar");
         const auto watch = Watch::find(pass->clipper);
         watch->differentiating = pass->number;
+        pass->started = true;
         torch::autograd::Engine::get_default_engine().queue_callback([pass = pass, watch] { finish(*pass, *watch); });
         return {scale == 1.0 ? g : g * scale};
     }
@@ -318,6 +320,7 @@ TORCH_LIBRARY(gradveil, m) {
     m.def("count(int current, int unit, bool again) -> ()",
           [](int64_t pass, int64_t unit, bool again) { Pass::find(pass)->count(unit, again); });
     m.def("uses(int current, int unit) -> int", [](int64_t pass, int64_t unit) { return Pass::find(pass)->uses(unit); });
+    m.def("started(int current) -> bool", [](int64_t pass) { return Pass::find(pass)->started; });
     m.def("was_clipped(int current, int unit) -> bool",
           [](int64_t pass, int64_t unit) { return Pass::find(pass)->was_clipped(unit); });
     m.def("set_clipped(int current, int unit) -> ()",

@@ -201,6 +201,7 @@ struct Pass : Numbered<Pass> {
 
     std::vector<std::pair<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
     std::vector<Waiting> waiting;
+    bool started = false;                     // its backward pass has come through the model's output
     bool kept_in_python = false;              // uses that wait there for their groups
     bool counted = false, told_lost = false;  // in what its watch has gathered
     std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group

@@ -85,6 +85,7 @@ class Layers:
     output: Callable[..., Tensor]
     count: Callable[..., None]
     uses: Callable[..., int]
+    started: Callable[..., bool]
     was_clipped: Callable[..., bool]
     set_clipped: Callable[..., None]
     claim: Callable[..., bool]

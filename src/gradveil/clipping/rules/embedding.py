@@ -5,6 +5,7 @@ Legend: B examples, T tokens of an example, V vocabulary, D embedding size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,8 +86,8 @@ class EmbeddingRule(LayerRule):
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
-        tokens = x.reshape(x.shape[0], -1)
-        rows = g.reshape(*tokens.shape, -1)
+        tokens = x.reshape(x.shape[0], math.prod(x.shape[1:]))  # -1 would not do for no tokens at all
+        rows = g.reshape(*tokens.shape, g.shape[-1])
         if self.module.padding_idx is not None:
             rows = torch.where((tokens == self.module.padding_idx).unsqueeze(2), rows.new_zeros(()), rows)
         return None, EmbeddingUse(tokens, rows, (weight.shape[0], weight.shape[1]))

@@ -149,7 +149,8 @@ class LinearUse(Use):
             w = weights[0].to(self.g.dtype).view(-1, *[1] * (self.g.dim() - 1))
             narrow = self.x.shape[-1] < self.g.shape[-1]  # there is less of x to scale
             x, g = (self.x * w, self.g) if narrow else (self.x, self.g * w)
-            found.append(g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1]))
+            rows = self.examples * self.positions  # -1 would not do for no inputs or outputs at all
+            found.append(g.reshape(rows, g.shape[-1]).mT @ x.reshape(rows, x.shape[-1]))
         if self.bias:
             found.append(weights[-1].to(self.g.dtype) @ self._bias_gradients)
         return self._in_order(found)

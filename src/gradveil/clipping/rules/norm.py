@@ -166,7 +166,7 @@ class PReLURule(LayerRule):
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
-        below = x < 0
+        below = ~(x > 0)  # at 0, and for what is no number, as torch has it
         slope = weight if weight.numel() == 1 else weight.view(-1, *[1] * (x.dim() - 2))
         to_x = torch.where(below, g * slope, g) if needs[0] else None
         wide_x, wide_g = wide_pair(x, g)

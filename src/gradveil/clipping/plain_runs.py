@@ -1,0 +1,131 @@
+"""Runs of the model beside the user's own: nothing is followed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from gradveil.clipping._rng import rng_at, rng_state, same_rng
+from gradveil.clipping.function_state import Attributes
+from gradveil.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """What one call of the model gave: its outputs, whether it drew random numbers, and its buffers after it."""
+
+    outputs: list[Tensor]
+    drew: bool
+    buffers: dict[str, Tensor]
+
+
+def plain_run(module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool, drawn_from: Any = None) -> PlainRun:
+    """A call without gradients that leaves nothing behind: modes, attributes, buffers and generators are as they were.
+
+    ``drawn_from``: the state of the generators to begin with, where it is not the present one.
+    """
+    children = list(module.modules())
+    modes, attributes = [child.training for child in children], Attributes(module)
+    kept = [
+        (child, name, buffer, buffer.clone())
+        for child in children
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    before = rng_state(device) if drawn_from is None else drawn_from
+    try:
+        with torch.no_grad(), rng_at(before, device), _no_fast_path(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
+            if evaluate:
+                for child in children:  # not module.eval(): a module may do more than that in its own
+                    child.training = False
+            outputs = tensors_in(module(*args, **kwargs))
+            drew = not same_rng(before, rng_state(device))
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            "the model differentiates inside its own forward (torch.autograd.grad, as for forces or penalties on "
+            "gradients): its layers would be differentiated twice, and what each example adds to their gradients is "
+            "not known. Compute the derivative with torch.func inside a module of its own, or leave it out."
+        ) from error
+    finally:
+        attributes.put_back()
+        for child, mode in zip(children, modes, strict=True):
+            child.training = mode
+        with torch.no_grad():
+            for child, name, buffer, value in kept:
+                if not torch.equal(buffer, value):  # one that is an expanded view cannot be written to, nor was it
+                    buffer.copy_(value)
+                child._buffers[name] = buffer
+    return PlainRun(outputs, drew, buffers)
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Attention as it is with gradients: without them torch has another way in eval mode, with zeros for padding."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+
+
+class Arguments:
+    """The arguments of a call, and which of their tensors follow the batch: those that have its size first.
+
+    What is the same for all examples may have that size by chance. Positions 0, 1, 2, ... and masks of what comes
+    before and after are known by their values, and :meth:`readings` has the call without them too. Whatever else has
+    the batch's size is taken to be of the examples: it may be private.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, batch: int) -> None:
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._batched = [
+            i for i, t in enumerate(self._leaves) if isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == batch
+        ]
+
+    def readings(self) -> list[list[int]]:
+        """Those that follow the batch: all; or the same without what may be the same for all examples."""
+        fewer = [i for i in self._batched if i == self._batched[0] or not _tells_nothing(self._leaves[i])]
+        return [self._batched] if fewer == self._batched else [self._batched, fewer]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(self._leaves[i].shape) for i in self._batched]
+
+    def first_example(self, batched: list[int]) -> Any:
+        """The same arguments with the first example alone."""
+        return self._changed(batched, lambda t: t[:1])
+
+    def reversed(self, batched: list[int]) -> Any:
+        """The same arguments with the batch upside down."""
+        return self._changed(batched, lambda t: t.flip(0))
+
+    def _changed(self, batched: list[int], change: Callable[[Tensor], Tensor]) -> Any:
+        leaves = [change(leaf) if i in batched else leaf for i, leaf in enumerate(self._leaves)]
+        return tree_unflatten(leaves, self._spec)
+
+
+def _tells_nothing(t: Tensor) -> bool:
+    """Whether its values are positions in their order, or depend on which of two positions is the earlier only."""
+    if t.dim() == 1 and not (t.is_floating_point() or t.is_complex()):
+        return torch.equal(t, torch.arange(len(t), dtype=t.dtype, device=t.device))
+    if t.dim() != 2 or t.shape[0] != t.shape[1] or len(t) < 2:
+        return False
+    ones = torch.ones(t.shape, dtype=torch.bool, device=t.device)
+    parts = ones.tril(-1), ones.triu(1), torch.eye(len(t), dtype=torch.bool, device=t.device)
+    return all(bool((t[part] == t[part][0]).all()) for part in parts)
