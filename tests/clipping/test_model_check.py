@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
 import pytest
 import torch
 from made import Made, follow, weight
@@ -225,3 +231,150 @@ def test_a_loss_from_elsewhere_than_the_output_is_refused(clipping):
     model(torch.randn(4, 6))
     with pytest.raises(PrivacyViolation, match="other than the model's output"):
         model.kept.sum().backward()
+
+
+# ---- checks that were refused, or never came about, are made again
+
+
+def train(model, steps):
+    for _ in range(steps):
+        model(torch.randn(8, 6)).square().sum().backward()
+
+
+def test_a_model_that_was_refused_is_refused_again():
+    model = Made(lambda m, x: m.layer(x) - m.layer(x).mean(0), layer=nn.Linear(6, 3))
+    follow(model)
+    for _ in range(3):
+        with pytest.raises(UnsupportedModelError, match="mixes examples"):
+            model(torch.randn(4, 6))
+
+
+def test_a_first_batch_that_fails_does_not_count():
+    model = Made(lambda m, x: m.layer(x).cumsum(0), layer=nn.Linear(6, 3))
+    follow(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 5))
+    with pytest.raises(UnsupportedModelError, match="mixes examples"):
+        model(torch.randn(4, 6))
+
+
+def test_a_loss_that_was_refused_is_refused_again_and_one_that_was_not_differentiated_does_not_count():
+    model = nn.Linear(6, 3)
+    follow(model)
+    model(torch.randn(8, 6))
+    for _ in range(2):
+        out = model(torch.randn(8, 6))
+        with pytest.raises(UnsupportedModelError, match="the loss mixes examples"):
+            (out.T @ out).logdet().backward()
+    out = model(torch.randn(8, 6))
+    out.square().sum().backward()
+    assert type(model(torch.randn(8, 6))) is torch.Tensor  # nothing is marked any more
+
+
+def attends_over_the_batch(m, x):
+    q = m.first(x).transpose(0, 1)
+    return m.head(F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(0, 1)).mean(1)
+
+
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("forward", [attends_over_the_batch, lambda m, x: m.head(m.first(x)).cumsum(0)])
+def test_mixing_that_leaves_the_first_example_alone(forward, clipping):
+    model = Made(forward, first=nn.Linear(6, 6), head=nn.Linear(6, 3))
+    follow(model, clipping)
+    with pytest.raises(UnsupportedModelError, match=r"mixes examples|in their order"):
+        model(torch.randn(5, 3, 6))
+
+
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_two_uses_of_a_layer_with_rows_in_another_order(clipping, in_order):
+    def forward(m, a, b):
+        order = b[:, 0].argsort()
+        return torch.cat([m.encode(a), m.encode(b[order])[order.argsort()]], 1)
+
+    model, b = Made(forward, encode=nn.Linear(6, 4)), torch.randn(4, 6)
+    follow(model, clipping)
+    with pytest.raises(UnsupportedModelError, match="in their order"):
+        model(torch.randn(4, 6), b[b[:, 0].argsort()] if in_order else b)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_layer_that_is_called_every_other_time(right):
+    """It is looked at from the state before the pass that called it, and refused where that does not reach it."""
+
+    def forward(m, x):
+        m.calls += 1
+        h = m.first(x)
+        if m.calls % 2 == 0:
+            h = h + (m.late(x) if right else m.late(m.table).sum(0))
+        return m.head(h)
+
+    layers = {"first": nn.Linear(6, 6), "late": nn.Linear(6, 6, bias=False), "head": nn.Linear(6, 3)}
+    model = Made(forward, **layers, table=torch.randn(8, 6))
+    nn.init.zeros_(model.late.weight)
+    model.calls = 0
+    follow(model)
+    if right:
+        train(model, 4)
+        assert model.calls == 4
+    else:
+        with pytest.raises(UnsupportedModelError, match="first dimension"):
+            train(model, 4)
+        assert model.calls == 2
+
+
+def test_a_late_layer_that_is_not_reached_once_more_is_refused():
+    seen = []
+
+    def forward(m, x):
+        seen.append(len(x))
+        return m.head(m.late(x)) if len(seen) == 12 else m.head(x)
+
+    model = Made(forward, late=nn.Linear(6, 6), head=nn.Linear(6, 3))
+    follow(model)
+    with pytest.raises(UnsupportedModelError, match="could not be seen"):
+        train(model, 12)
+
+
+def test_layers_left_out_by_python_or_numpy_draws():
+    def forward(m, x):
+        h = m.first(x)
+        if random.random() < 0.5:
+            h = h + m.by_python(h)
+        if np.random.rand() < 0.5:  # noqa: NPY002
+            h = h + m.by_numpy(h)
+        return m.head(h)
+
+    names = ("first", "by_python", "by_numpy")
+    for seed in range(4):
+        random.seed(seed), np.random.seed(seed)  # noqa: NPY002
+        model = Made(forward, **{name: nn.Linear(6, 6) for name in names}, head=nn.Linear(6, 3))
+        follow(model)
+        for _ in range(6):
+            model(torch.randn(4, 6)).square().sum().backward()
+        followed = random.random(), np.random.rand()  # noqa: NPY002
+        random.seed(seed), np.random.seed(seed)  # noqa: NPY002
+        for _ in range(6):
+            random.random(), np.random.rand()  # noqa: NPY002
+        assert followed == (random.random(), np.random.rand())  # noqa: NPY002
+
+
+def test_a_model_may_be_compiled_after_it_is_followed():
+    """The compiler is loaded only then, so the test has a process of its own."""
+    lines = """
+        import torch
+        from torch import nn
+        from gradveil.clipping import Clipper, make_groups
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        groups = make_groups(model, "flat")
+        clipper = Clipper(model, groups, bounds=[0.5], loss_reduction="sum")
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            compiled(torch.randn(4, 6)).square().sum().backward()
+        clipper.check_untouched()
+        print("examples", clipper.harvest.examples)
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(lines)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "examples 8", done.stderr

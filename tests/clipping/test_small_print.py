@@ -171,3 +171,14 @@ def test_fix_mends_a_module_that_is_held_twice():
     norm = nn.BatchNorm2d(4)
     mended = gradveil.fix(nn.Sequential(norm, nn.ReLU(), nn.Sequential(norm)))
     assert type(mended[0]) is nn.GroupNorm and mended[0] is mended[2][0]
+
+
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+def test_a_bound_beyond_float32_bounds_nothing(clipping):
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2))
+    plain, x = copy.deepcopy(model), torch.randn(4, 2, 4, 4)
+    follow(model, clipping, bound=1e39)
+    for m in (model, plain):
+        m(x).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

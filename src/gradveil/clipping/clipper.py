@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import performance
-from gradveil.clipping._rng import rng_state
 from gradveil.clipping.decomposable import SHARED_INPUT, OutputWatch, check_same_output
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.function_state import no_autocast
@@ -44,7 +43,7 @@ from gradveil.clipping.groups import Group
 from gradveil.clipping.model_check import ModelCheck
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, Harvest, Padding, Pass
-from gradveil.clipping.plain_runs import tensors_in
+from gradveil.clipping.plain_runs import Moment, tensors_in
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.conv_use import ConvUse
@@ -93,7 +92,10 @@ class Clipper:
         self._differentiated: Pass | None = None  # in its backward
         self._model = ModelCheck(self.units, self.quietly)
         self._plain_output: list[Tensor] | None = None  # what the current pass must give, in its first batch
-        self._to_probe: tuple[Any, Any, Any] | None = None  # arguments and generators of a pass that may call them
+        self._checking = False  # whether it is looked at in the current pass
+        self._to_probe: tuple[Any, Any, Moment] | None = (
+            None  # arguments of a pass that may call other units than before
+        )
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._slots: dict[int, int] = {}  # by parameter
@@ -174,7 +176,8 @@ class Clipper:
                 "one after the other, so which rows are whose cannot be told. Give all views of every example: "
                 "torch.stack(views, dim=1).flatten(0, 1)."
             )
-        to_check = not self._watch.model_checked and self.agree(rows > 1)
+        to_check = not self._model.passed and self.agree(rows > 1)
+        self._checking, self._to_probe = to_check, None
         if rows == 0:
             self._current = Pass(1, empty=True)
             return tree_map(
@@ -182,11 +185,10 @@ class Clipper:
                 (args, kwargs),
             )
         if to_check:
-            self._watch.model_checked = True
             self._model.alone = self.agree is bool
             self._plain_output = self._model.look(module, args, kwargs, rows)
-        elif self._model.unprobed and rows > 1:
-            self._to_probe = args, kwargs, rng_state(tensors[0].device)
+        elif self._model.unprobed and rows > 1 and not _is_capturing(tensors[0]):
+            self._to_probe = args, kwargs, Moment(module)
         self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
         if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
@@ -227,10 +229,14 @@ class Clipper:
         call, self._to_probe = self._to_probe, None
         if output is None:  # the forward has failed
             return None
-        if call is not None and any(current.uses(unit) for unit in self._model.unprobed):
-            plain = self._model.look(module, call[0], call[1], current.rows, drawn_from=call[2])
+        called = [unit for unit in self._model.unprobed if current.uses(unit)] if call is not None else []
+        if call is not None and called:
+            args, kwargs, before = call
+            plain = self._model.look_again(module, args, kwargs, current.rows, before=before, called=called)
         if plain is not None:
             check_same_output(output, plain)
+        if self._checking or called:
+            self._model.settle()
         if current.empty:
             output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
             return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
@@ -482,6 +488,11 @@ class Clipper:
             yield
         finally:
             self._quiet = before
+
+
+def _is_capturing(t: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: what it calls was called before, eagerly."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _as_parameter(total: Tensor, parameter: Tensor, name: str) -> Tensor:

@@ -37,21 +37,22 @@ def check_buffers(module: nn.Module, of_batch: PlainRun, of_one: PlainRun) -> No
         )
 
 
-def check_examples_apart(whole: list[Tensor], alone: list[Tensor], batch: int) -> None:
-    """Compare the model's outputs on the whole batch with its outputs on the first example alone, both in eval mode."""
-    if not examples_are_apart(whole, alone):
+def check_examples_apart(whole: list[Tensor], alone: list[Tensor], batch: int, row: int = 0) -> None:
+    """Compare a row of the model's outputs on the whole batch with those on that example alone, both in eval mode."""
+    if not examples_are_apart(whole, alone, row):
         raise UnsupportedModelError(
             "the model gives another output for an example alone than for the same example in a batch of "
             f"{batch}: it mixes examples, so a per-example gradient is undefined and no clipping bounds what one "
-            "example does. Normalise within each example (GroupNorm, LayerNorm) instead of over the batch."
+            "example does. Normalise within each example (GroupNorm, LayerNorm) instead of over the batch, and attend "
+            "or add up along the sequence, not along the batch."
         )
 
 
-def examples_are_apart(whole: list[Tensor], alone: list[Tensor]) -> bool:
+def examples_are_apart(whole: list[Tensor], alone: list[Tensor], row: int = 0) -> bool:
     for of_batch, of_one in zip(whole, alone, strict=True):
         if of_batch.dim() == 0 or of_one.shape != (1, *of_batch.shape[1:]) or not of_batch.is_floating_point():
             continue  # a scalar (a loss inside the model), or something whose rows are not the examples
-        if not outputs_agree(of_batch[:1], of_one):
+        if not outputs_agree(of_batch[row].unsqueeze(0), of_one):
             return False
     return True
 
@@ -147,22 +148,23 @@ def _check_operation(func: Any, args: Any, kwargs: Any) -> None:
 
 
 class OutputWatch:
-    """Watches the first output of a model with more than one example, then steps aside."""
+    """Watches the outputs of a model with more than one example until a loss of theirs was looked at."""
 
     def __init__(self) -> None:
-        self.model_checked = False
-        self._wrapped = self._scaled = False
+        self._left = _TRIES  # outputs that may still be marked
+        self._scaled = False
         self._outputs: list[Tensor] = []
 
     def wrap(self, output: Any, batch: int, *, scaled: bool) -> Any:
-        """The output, marked if it is the first; the loss is looked at when its ``backward`` is called.
+        """The output, marked until a loss was looked at, which is when its ``backward`` is called.
 
         ``scaled``: the gradient of the output is multiplied on its way into the model.
         """
         self._forget()
-        if self._wrapped or batch < 2:
+        if not self._left or batch < 2:
             return output
-        self._wrapped, self._scaled = True, scaled
+        self._left -= 1
+        self._scaled = scaled
 
         def mark(t: Any) -> Any:
             if type(t) is not Tensor or not t.requires_grad or t.dim() == 0 or t.shape[0] != batch:
@@ -183,8 +185,12 @@ class OutputWatch:
     def check_loss(self, loss: Tensor) -> None:
         """Refuse a loss in which the outputs of different examples interact."""
         with torch._C.DisableTorchFunctionSubclass():
+            nodes = _nodes_behind(loss)
+            if not any(output.grad_fn in nodes for output in self._outputs):
+                return  # another model's
+            self._left = _TRIES  # after one that is refused the next is looked at again
             outputs = self._forget()
-            if self._scaled and _is_beside(loss, outputs):
+            if self._scaled and any(node.name() in _FOLLOWED for node in nodes):
                 raise refusal("beside", "")
             for output in outputs:
                 if _mixes(loss, output):
@@ -193,22 +199,27 @@ class OutputWatch:
                         "clipping bounds what one example does. Use a loss that is a mean or sum of per-example losses "
                         "(contrastive, ranking and batch-normalised losses are not)."
                     )
+            self._left = 0
 
 
 _WAITING: list[OutputWatch] = []
+_TRIES = 5  # passes whose loss is waited for: it may never be differentiated, or in a way that is not seen here
 
 
-def _is_beside(loss: Tensor, outputs: list[Tensor]) -> bool:
-    """Whether a loss of these outputs reaches a followed layer by another way as well."""
-    nodes, seen, beside = [loss.grad_fn], set(), False
+_FOLLOWED = ("gradveil::layer", "LayerTapBackward", "FunctionTapBackward")  # nodes of followed layers, and of
+_OUTPUT = ("gradveil::output", "OutputTapBackward")  # what a followed model has returned
+
+
+def _nodes_behind(loss: Tensor) -> set[Any]:
+    """Of the graph of a loss, up to the outputs of followed models."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
     while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen or node.name() in ("gradveil::output", "OutputTapBackward"):
-            continue
-        beside |= node.name() in ("gradveil::layer", "LayerTapBackward", "FunctionTapBackward")
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-    return beside and any(output.grad_fn in seen for output in outputs)
+        node = nodes.pop()
+        if node is not None and node not in seen and node.name() not in _OUTPUT:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return seen
 
 
 def _mixes(loss: Tensor, output: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.func import vjp, vmap
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradveil.clipping._rng import rng_at, rng_state, same_rng
+from gradveil.clipping._rng import RngState, rng_at, rng_state, same_rng
 from gradveil.clipping.decomposable import outputs_agree
 from gradveil.clipping.function_inputs import Stamps, batch_dims, refuse_joined_examples
 from gradveil.clipping.function_outputs import KindPlan, OutputPlan, Result, has_gradient, to_hand_on
@@ -42,7 +42,7 @@ class FunctionCall:
     """One call of a unit, taken apart into flat inputs; runs it per example, forward and backward."""
 
     plan: KindPlan
-    rng: tuple[Tensor, Tensor | None]
+    rng: RngState
     buffers: Buffers
     inputs_then: Stamps
     parameters_then: Stamps

@@ -17,7 +17,7 @@ from gradveil.clipping.decomposable import (
     examples_are_apart,
     same_shapes_but_for_the_batch,
 )
-from gradveil.clipping.plain_runs import Arguments, PlainRun, plain_run
+from gradveil.clipping.plain_runs import Arguments, Moment, PlainRun, plain_run
 from gradveil.clipping.probe import Probe
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.units import Unit
@@ -32,16 +32,17 @@ class ModelCheck:
 
     def __init__(self, units: Sequence[Unit], quietly: Callable[[], AbstractContextManager[None]]) -> None:
         self._units, self._quietly = units, quietly
+        self.passed = False
         self.probe: Probe | None = None  # which wants to know of calls of units, while a run is under way
         self.unprobed: list[Unit] = []  # units that were not called yet
         self.alone = True  # False: other processes must call the model as often as this one does
 
     def look(
-        self, module: nn.Module, args: Any, kwargs: Any, batch: int, drawn_from: Any = None
+        self, module: nn.Module, args: Any, kwargs: Any, batch: int, *, before: Moment | None = None
     ) -> list[Tensor] | None:
         """Refuse what cannot be followed, and teach the units; the output that the followed model must give.
 
-        ``drawn_from``: after a pass that has called one of :attr:`unprobed`, the generators as they were before it.
+        ``before``: after a pass that has called one of :attr:`unprobed`, the moment before it.
         """
         arguments = Arguments(args, kwargs, batch)
 
@@ -49,7 +50,7 @@ class ModelCheck:
             assert self.probe is not None
             self.probe.start(name)
             with self._quietly():
-                return plain_run(module, *given, evaluate=evaluate, drawn_from=drawn_from)
+                return plain_run(module, *given, evaluate=evaluate, starting_from=before)
 
         def both(batched: list[int]) -> tuple[PlainRun, PlainRun]:
             self.probe = Probe(batch)
@@ -74,24 +75,41 @@ class ModelCheck:
             assert probe is not None
             if not (whole.drew or alone.drew):  # otherwise two calls differ whatever the batch
                 check_examples_apart(whole.outputs, alone.outputs, batch)
-                if any(not unit.whole_groups for unit in self._units):
-                    with suppress(Exception):  # of a model that is particular about the order
-                        run("reversed", arguments.reversed(batched), evaluate=True)
+                upside_down = None
+                with suppress(Exception):  # of a model that is particular about the order
+                    upside_down = run("reversed", arguments.reversed(batched), evaluate=True)
                 probe.check_rows_stay()
+                if upside_down is not None and len(upside_down.outputs) == len(alone.outputs):
+                    # The first example comes last there: what mixes it with those before it shows.
+                    check_examples_apart(upside_down.outputs, alone.outputs, batch, row=-1)
             if any(child.training for child in module.modules()):
                 whole = run("batch, as it is", (args, kwargs), evaluate=False)
                 check_buffers(module, whole, run("alone, as it is", arguments.first_example(batched), evaluate=False))
         finally:
             self.probe = None
-        if drawn_from is None:
+        if before is None:
             probe.learn(self._units)
         else:
             probe.learn(self.unprobed)
-            self._refuse_misread(probe)
-        self.unprobed = [unit for unit in self._units if not unit.inputs] if self.alone else []
         # A module followed as a whole draws for every example by itself.
         comparable = not whole.drew or all(unit.rule is not None for unit in self._units)
         return whole.outputs if comparable else None
+
+    def look_again(
+        self, module: nn.Module, args: Any, kwargs: Any, batch: int, *, before: Moment, called: Sequence[Unit]
+    ) -> list[Tensor] | None:
+        """As :meth:`look`, after a pass in which these units were called for the first time."""
+        found = self.look(module, args, kwargs, batch, before=before)
+        for unit in called:
+            if unit.misread or not unit.inputs:
+                raise refusal("late", unit.label)
+        return found
+
+    def settle(self) -> None:
+        """The followed model has given what it should."""
+        self.passed = True
+        # Over several processes all must call the model equally often, and a unit may be called late on one of them.
+        self.unprobed = [unit for unit in self._units if not unit.inputs] if self.alone else []
 
     def _reading_that_fits(
         self, arguments: Arguments, both: Callable[[list[int]], tuple[PlainRun, PlainRun]], batch: int
@@ -108,14 +126,3 @@ class ModelCheck:
             if apart and alike:
                 return reading, alone, whole
         return readings[0], *both(readings[0])  # the only one; or none fits, and this one says what is wrong
-
-    def _refuse_misread(self, probe: Probe) -> None:
-        """Of units that were called before it was known how their inputs follow the batch."""
-        for unit in self.unprobed:
-            if unit.rule is not None:
-                misread = unit.inputs.get(0, "examples") != "examples" and probe.batch in probe.first_sizes(unit)
-            else:
-                known = {i: d for i, d in unit.batch_dims.items() if d is not None}
-                misread = "mixed" in unit.inputs.values() or (bool(unit.batch_dims) and known != unit.assumed_dims)
-            if misread:
-                raise refusal("late", unit.label)

@@ -26,10 +26,23 @@ class PlainRun:
     buffers: dict[str, Tensor]
 
 
-def plain_run(module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool, drawn_from: Any = None) -> PlainRun:
+class Moment:
+    """A model and the generators as they are now: a run can start from here later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attributes, self.rng = Attributes(module), rng_state(_device_of(module))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def plain_run(
+    module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool, starting_from: Moment | None = None
+) -> PlainRun:
     """A call without gradients that leaves nothing behind: modes, attributes, buffers and generators are as they were.
 
-    ``drawn_from``: the state of the generators to begin with, where it is not the present one.
+    ``starting_from``: attributes and generators as they were at an earlier moment.
     """
     children = list(module.modules())
     modes, attributes = [child.training for child in children], Attributes(module)
@@ -39,9 +52,11 @@ def plain_run(module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool, draw
         for name, buffer in child._buffers.items()
         if buffer is not None
     ]
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    before = rng_state(device) if drawn_from is None else drawn_from
+    device = _device_of(module)
+    before = rng_state(device) if starting_from is None else starting_from.rng
     try:
+        if starting_from is not None:
+            starting_from.attributes.put_back()
         with torch.no_grad(), rng_at(before, device), _no_fast_path(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
             if evaluate:

@@ -33,8 +33,7 @@ class Probe:
     def __init__(self, batch: int) -> None:
         self.batch = batch
         self._run = ""
-        # Of every flat input, its shapes with the first example alone and with the batch.
-        self._shapes: dict[Unit, dict[int, tuple[set[Shape], set[Shape]]]] = {}
+        self._shapes: dict[Unit, list[tuple[int, bool, Shape]]] = {}  # flat input, whether alone, and its shape
         self._alone: dict[Unit, list[Tensor]] = {}  # the first tensor of every call
         self._calls: dict[Unit, int] = {}  # in the present run
         self._moved: list[Unit] = []
@@ -46,9 +45,9 @@ class Probe:
     def note(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """A call of a unit."""
         tensors = [(i, t) for i, t in enumerate(tree_leaves((args, kwargs))) if isinstance(t, Tensor) and t.dim() > 0]
+        alone = self._run.startswith("alone")
         for i, tensor in tensors:
-            alone, together = self._shapes.setdefault(unit, {}).setdefault(i, (set(), set()))
-            (alone if self._run.startswith("alone") else together).add(tuple(tensor.shape))
+            self._shapes.setdefault(unit, []).append((i, alone, tuple(tensor.shape)))
         if not tensors:
             return
         first, number = tensors[0][1].detach(), self._calls.get(unit, 0)
@@ -64,7 +63,8 @@ class Probe:
     def learn(self, units: Iterable[Unit]) -> None:
         """Tell units that were called how their inputs follow the batch."""
         for unit in units:
-            for i, (alone, together) in self._shapes.get(unit, {}).items():
+            for i in {i for i, _, _ in self._shapes.get(unit, ())}:
+                alone, together = self._shapes_of(unit, i, alone=True), self._shapes_of(unit, i, alone=False)
                 if not alone or not together:
                     continue
                 firsts = {shape[0] for shape in alone}, {shape[0] for shape in together}
@@ -79,20 +79,31 @@ class Probe:
                     unit.batch_dims[i] = dims[0]
                 elif not dims and 1 in firsts[0] and self.batch in firsts[1]:
                     unit.inputs[i] = "mixed"  # some calls have the batch first, others something else
+            unit.misread = self._was_misread(unit)
+
+    def _was_misread(self, unit: Unit) -> bool:
+        """Whether calls before this was known have taken something for the batch that is not."""
+        if unit.rule is not None:
+            return unit.inputs.get(0, "examples") != "examples" and self.batch in self.first_sizes(unit)
+        known = {i: d for i, d in unit.batch_dims.items() if d is not None}
+        return "mixed" in unit.inputs.values() or (bool(unit.batch_dims) and known != unit.assumed_dims)
 
     def first_sizes(self, unit: Unit) -> set[int]:
         """Of a unit's first input in the batch: the sizes of its first dimension."""
-        return {shape[0] for shape in self._shapes.get(unit, {}).get(0, (set(), set()))[1]}
+        return {shape[0] for shape in self._shapes_of(unit, 0, alone=False)}
+
+    def _shapes_of(self, unit: Unit, place: int, *, alone: bool) -> set[Shape]:
+        return {shape for i, by_itself, shape in self._shapes.get(unit, ()) if (i, by_itself) == (place, alone)}
 
     def check_rows_stay(self) -> None:
-        """Refuse a model in which the first example is not where the batch has it, where norms span units."""
+        """Refuse a model in which the first example is not where the batch has it, where norms span units or uses."""
         for unit in self._moved:
-            if not unit.whole_groups:
+            if not unit.whole_groups or len(self._alone[unit]) > 1:
                 raise UnsupportedModelError(
                     f"the rows that {unit.label} gets in a batch are not the examples in their order: the model "
                     "changes the order of the batch inside (sorting by length, say). An example's norm over several "
-                    "layers would be added up from rows of different examples, and bound nothing. Keep the order, or "
-                    "clip per layer."
+                    "layers, or several uses of one, would be added up from rows of different examples, and bound "
+                    "nothing. Keep the order, or clip per layer."
                 )
 
 

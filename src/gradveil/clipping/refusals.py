@@ -8,8 +8,9 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     "stranger": (
         PrivacyViolation,
         "parameter {what!r} got a gradient from a use outside its own module's forward, such as F.linear(x, "
-        "layer.weight) or a penalty on the weights in the loss. That part is not clipped per example. Use the "
-        "parameter only through its module; for a penalty, use the optimizer's weight_decay.",
+        "layer.weight) or a penalty on the weights in the loss, or from two calls of the model in one backward(). That "
+        "part is not clipped per example. Use the parameter only through its module; for a penalty, use the "
+        "optimizer's weight_decay; give all examples in one call, or call backward() for each.",
     ),
     "changed": (
         PrivacyViolation,
@@ -53,9 +54,9 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     ),
     "late": (
         UnsupportedModelError,
-        "{what} was called for the first time after the first batch, with an input that is not what it was taken for: "
-        "its first dimension has the size of the batch, but is not the batch. Keep the batch first (for a sequence: "
-        "(batch, time, features)).",
+        "{what} was called for the first time after the first batch, and it could not be seen that the first dimension "
+        "of its input is the batch: it only has that size, or the same call of the model did not reach it once more. "
+        "Keep the batch first (for a sequence: (batch, time, features)), or call it in the first batch too.",
     ),
     "unfrozen": (
         PrivacyViolation,

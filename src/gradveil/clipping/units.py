@@ -45,7 +45,8 @@ class Unit:
     # its calls only), "other" (none of these).
     inputs: dict[int, str] = field(default_factory=dict)
     batch_dims: dict[int, int | None] = field(default_factory=dict)  # where the batch stands in them; None: nowhere
-    assumed_dims: dict[int, int] = field(default_factory=dict)  # where it was taken to stand before that was known
+    assumed_dims: dict[int, int] = field(default_factory=dict)  # where it was taken to stand before that was known,
+    misread: bool = False  # and whether some input was then taken for another than it is
     index: int = 0  # among the units of its model
     slots: list[int] = field(default_factory=list)  # of its parameters, in the watch over gradients
     native: NativeLayer | None = None  # the layer in C++, where its kind is known there

@@ -54,6 +54,7 @@ def weights_of(norms: np.ndarray[Any, Any], bound: float) -> tuple[np.ndarray[An
 
     In numpy, whose calls cost a fraction of torch's: there is one number per example, and small layers feel each call.
     """
+    bound = min(bound, 3e38)  # what is not finite in float32 bounds nothing
     weights = bound / np.maximum(norms, bound)  # nan where the norm is
     if not math.isnan(norms.dot(weights)):
         return weights, None

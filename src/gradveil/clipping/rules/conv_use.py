@@ -128,8 +128,8 @@ def _way_without_patches(
 def _patches_of_a_row(
     examples: int, field: Sequence[int], map_: Sequence[int], kernel: Sequence[int], groups: int
 ) -> tuple[int, ...]:
-    """(b, G, KW, C/G, H, output width)"""
-    return examples, groups, kernel[1], field[1] // groups, field[2], map_[3]
+    """(b, G, C/G, KW, H, output width)"""
+    return examples, groups, field[1] // groups, kernel[1], field[2], map_[3]
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -214,7 +214,7 @@ class ConvUse(Use):
         return [self.g[rows].flatten(2).sum(2)] if self.bias else []
 
     def _products_by_rows(self, map_: Tensor, field: Tensor) -> Tensor:
-        """(b, KH, G, O/G, KW C/G), in memory (KH, b, ...): a batched product for every row of the kernel.
+        """(b, KH, G, O/G, C/G KW), in memory (KH, b, ...): a batched product for every row of the kernel.
 
         What a row of the kernel sees above and below the field is zero, and left out.
         """
@@ -233,7 +233,7 @@ class ConvUse(Use):
                     padded.zero_()
                 frame[..., side : side + wide] = field
                 channel, line = frame.stride()[1:3]
-                steps = (c * channel, c // self.groups * channel, self.dilation[1], channel, line, self.stride[1])
+                steps = (c * channel, c // self.groups * channel, channel, self.dilation[1], line, self.stride[1])
                 room.view(shape).copy_(frame.as_strided(shape, steps, frame.storage_offset()))
             patches = room.view(maps.shape[0], columns, high * width)
             for row in range(self.kernel[0]):
@@ -297,10 +297,10 @@ class ConvUse(Use):
     def _weight_in_order(self, weight: Tensor, examples: tuple[int, ...]) -> Tensor:
         """(*examples, O, C/G, *kernel) from the order of the patches."""
         shape = (*examples, self.map.shape[1])
-        if self._plan.way == "rows":  # (..., KH, G, O/G, KW, C/G)
-            n, weight = len(examples), weight.unflatten(-1, (self.kernel[1], -1))
-            order = (*range(n), n + 1, n + 2, n + 4, n, n + 3)
-            return weight.permute(order).reshape(*shape, weight.shape[-1], *self.kernel)
+        if self._plan.way == "rows":  # (..., KH, G, O/G, C/G, KW)
+            n, weight = len(examples), weight.unflatten(-1, (-1, self.kernel[1]))
+            order = (*range(n), n + 1, n + 2, n + 3, n, n + 4)
+            return weight.permute(order).reshape(*shape, weight.shape[-2], *self.kernel)
         if self._plan.outputs_last:
             return weight.mT.reshape(*shape, -1, *self.kernel)
         if self._plan.channels_inside:
