@@ -31,7 +31,7 @@ from modes import MODES, Step, default_modes
 from workloads import WORKLOADS, Workload
 
 PATIENCE = 5  # a mode takes every k-th turn if a step of it takes 5 k times a plain one
-LEAST = 5  # samples of each mode that takes every turn, 3 of the others
+LEAST = 9  # samples of each mode that takes every turn, 3 of the others
 SHORT, TIMED = 0.05, 5  # seconds, and how many of a turn's short steps are timed
 ROW = 0.03  # seconds of a turn on a GPU, or 20 steps if that is less
 ON_CUDA = (
