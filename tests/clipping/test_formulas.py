@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, make_groups, performance
 from gradveil.clipping.performance import Settings
-from gradveil.clipping.rules import conv_use, linear
+from gradveil.clipping.rules import conv_plan, conv_use, linear
 from gradveil.clipping.uses import row_sq_norms, workspace
 from gradveil.kernels import layers, native
 
@@ -136,10 +136,10 @@ def test_the_choice_of_formula_follows_cost():
     assert linear.choose_formula(65, 256, 768) == "gram"
     assert linear.choose_formula(512, 64, 64) == "direct"
     wide = {"pixels": 64, "places": 100, "fields": 256, "maps": 256, "taps": 9, "settings": Settings()}
-    assert conv_use.choose_formula(**wide, groups=1) == "gram"
-    assert conv_use.choose_formula(**wide, groups=2) == "direct"
+    assert conv_plan.choose_formula(**wide, groups=1) == "gram"
+    assert conv_plan.choose_formula(**wide, groups=2) == "direct"
     narrow = wide | {"pixels": 1024, "places": 1156, "fields": 64, "maps": 64}
-    assert conv_use.choose_formula(**narrow, groups=1) == "direct"
+    assert conv_plan.choose_formula(**narrow, groups=1) == "direct"
 
 
 def test_kept_gradients_use_the_same_memory_again_and_stay_within_the_setting():
@@ -171,8 +171,8 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
     shape = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
     found = []
     for least in (1, 10**9):
-        monkeypatch.setattr(conv_use, "_BY_CONVOLUTION", least)
-        conv_use.plan_for.cache_clear()
+        monkeypatch.setattr(conv_plan, "_BY_CONVOLUTION", least)
+        conv_plan.plan_for.cache_clear()
         for groups in (1, 2):
             use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
             assert use._plan.way == ("convolution" if least == 1 else "patches")
@@ -180,7 +180,7 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
             assert all(grad[0].isfinite().all() and grad[2].isfinite().all() for grad in grads)
             use.keep(torch.tensor([True, False, True]))
             found.append([grad[[0, 2]] for grad in grads] + use.weighted_sums([torch.ones(3)] * 2))
-    conv_use.plan_for.cache_clear()
+    conv_plan.plan_for.cache_clear()
     for one, other in zip(found[:2], found[2:], strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
