@@ -93,9 +93,7 @@ class Clipper:
         self._model = ModelCheck(self.units, self.quietly)
         self._plain_output: list[Tensor] | None = None  # what the current pass must give, in its first batch
         self._checking = False  # whether it is looked at in the current pass
-        self._to_probe: tuple[Any, Any, Moment] | None = (
-            None  # arguments of a pass that may call other units than before
-        )
+        self._to_probe: tuple[Any, Any, Moment] | None = None  # arguments of a pass that may call further units
         self._handles: list[Any] = []
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._slots: dict[int, int] = {}  # by parameter
@@ -369,9 +367,7 @@ class Clipper:
         current.set_clipped(unit)
         sums = self.weighing.clip_alone(unit, use, current)
         live = unit.live() if self._sharded else unit.parameters
-        sums = [
-            s if s.dtype == p.dtype else _as_parameter(s, p, n) for s, p, n in zip(sums, live, unit.names, strict=True)
-        ]
+        sums = [_as_parameter(*column) for column in zip(sums, live, unit.names, strict=True)]
         for slot, total in zip(unit.slots, sums, strict=True):
             self._gradients.expect(slot, total)
         return sums

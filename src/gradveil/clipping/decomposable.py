@@ -206,8 +206,9 @@ _WAITING: list[OutputWatch] = []
 _TRIES = 5  # passes whose loss is waited for: it may never be differentiated, or in a way that is not seen here
 
 
-_FOLLOWED = ("gradveil::layer", "LayerTapBackward", "FunctionTapBackward")  # nodes of followed layers, and of
-_OUTPUT = ("gradveil::output", "OutputTapBackward")  # what a followed model has returned
+# The names of autograd nodes, in C++ and in Python: of followed layers, and of what a followed model returns.
+_FOLLOWED = ("gradveil::layer", "LayerTapBackward", "FunctionTapBackward")
+_OUTPUT = ("gradveil::output", "OutputTapBackward")
 
 
 def _nodes_behind(loss: Tensor) -> set[Any]:

@@ -87,10 +87,7 @@ class ModelCheck:
                 check_buffers(module, whole, run("alone, as it is", arguments.first_example(batched), evaluate=False))
         finally:
             self.probe = None
-        if before is None:
-            probe.learn(self._units)
-        else:
-            probe.learn(self.unprobed)
+        probe.learn(self._units if before is None else self.unprobed)
         # A module followed as a whole draws for every example by itself.
         comparable = not whole.drew or all(unit.rule is not None for unit in self._units)
         return whole.outputs if comparable else None
