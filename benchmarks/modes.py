@@ -73,7 +73,8 @@ def _engine(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, clipping: st
 
 def _hand_out(engine: gradveil.PrivacyEngine, batch: int) -> None:
     """What the private loader does when it gives a batch: the step is then one like any other."""
-    engine._batch.hand_out(Ticket(engine.step, drawn=batch, size=batch, last=True))
+    ticket = Ticket(engine.step, drawn=batch, size=batch, last=True)
+    engine._batches.hand_out(ticket, loop=engine._batches.loop, step=engine.step)
 
 
 def plain_captured(w: Workload, device: str) -> Step:
@@ -107,11 +108,11 @@ def plain_captured(w: Workload, device: str) -> Step:
 
 
 def private_captured(w: Workload, device: str, clipping: str) -> Step:
-    """gradveil.capture on a fixed batch."""
+    """gradveil.cuda_graph_step on a fixed batch."""
     model, x, y = _model_and_data(w, device, False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = _engine(model, optimizer, x, y, clipping)
-    captured = gradveil.capture(engine, F.cross_entropy)
+    captured = gradveil.cuda_graph_step(engine, F.cross_entropy)
 
     def step() -> None:
         _hand_out(engine, w.batch)

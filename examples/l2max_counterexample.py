@@ -49,7 +49,9 @@ def released_sum(x: Tensor, present: bool, sigma: float, seed: int, **strategy: 
     model = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = gradveil.PrivacyEngine(clip=CLIP, sigma=sigma, steps=1, delta=DELTA, seed=seed, **strategy)
+    engine = gradveil.PrivacyEngine(
+        clip=CLIP, sigma=sigma, steps=1, delta=DELTA, seed=seed, drops_examples=True, **strategy
+    )
     _, _, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=TensorDataset(x), batch_size=len(x)
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradveil
+from gradveil.release import Releaser
 
 N, CLASSES = 60, 3
 
@@ -46,6 +50,24 @@ def run(engine, model, optimizer, loader, after_backward=None):
         if after_backward is not None:
             after_backward()
         optimizer.step()
+
+
+def in_double(loader) -> None:
+    """The loader's data in double precision, for models that are."""
+    loader._tensors = tuple(t.double() if t.is_floating_point() else t for t in loader._tensors)
+
+
+@contextmanager
+def without_noise():
+    """Releases in here are made and recorded as ever, and are the means of clipped gradients."""
+
+    def divide(self, sums, scale, noise):
+        for total in sums.values():
+            total.div_(self.batch_size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Releaser, "add_noise", divide)
+        yield
 
 
 def weights(model) -> torch.Tensor:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from gradveil import _ledger_lines as lines
 from gradveil import ledger as ledgers
 from gradveil.engine import PrivacyEngine
-from gradveil.errors import LedgerError, RunDirectoryError
+from gradveil.errors import ConfigError, LedgerError, RunDirectoryError
 from gradveil.ledger import Ledger
 from made_ledgers import COUNTS, live_engine, make_header, make_release, take_steps, write
 
@@ -96,9 +97,10 @@ def test_a_ledger_that_another_process_wrote_to_is_not_written_to(path: Path) ->
     second.append(make_release(header, 2))
     second.commit()
     before = path.read_bytes()
-    first.append(make_release(header, 2))
-    with pytest.raises(LedgerError, match="another process"):
-        first.commit()
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="another process"):
+            first.append(make_release(header, 2))
+    assert len(first.releases) == 2
     assert path.read_bytes() == before
     assert ledgers.read(path).head == second.head
 
@@ -146,12 +148,12 @@ def test_commit_returns_after_the_bytes_are_in_the_file_and_fsynced(
     assert ledgers.read(path).releases == (make_release(header, 0),)
 
 
-def test_a_long_stretch_without_commit_is_written_by_itself(path: Path) -> None:
+def test_a_release_is_in_the_file_when_append_returns(path: Path) -> None:
     header = make_header(steps=2000)
     ledger = Ledger(header, path)
-    for step in range(1500):
+    for step in range(30):
         ledger.append(make_release(header, step))
-    assert len(ledgers.read(path).releases) >= 1000
+        assert [r.step for r in ledgers.read(path).releases] == list(range(step + 1))
 
 
 def test_a_commit_interrupted_in_its_fsync_leaves_a_valid_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +209,98 @@ def test_nothing_is_handed_out_when_the_ledger_cannot_be_written(
     with pytest.raises(OSError, match="No space"):
         HANDED_OUT[what](engine, model)
     monkeypatch.setattr(os, "fsync", real)
+
+
+# ---- lines that are no releases
+
+
+def test_a_digest_that_follows_is_read_into_its_release(path: Path) -> None:
+    header = make_header()
+    ledger = Ledger(header, path)
+    for step in (0, 1, 0):  # went back to a checkpoint
+        ledger.append(make_release(header, step))
+    ledger.add_digest(0, "ab" * 16)
+    ledger.add_digest(0, "ab" * 16)  # again, after an interrupt: not written twice
+    assert [r.digest for r in ledger.releases] == [None, None, "ab" * 16]
+    found = ledgers.read(path)
+    assert list(found.releases) == ledger.releases
+    assert (found.length, found.head) == (5, ledger.head)
+    resumed = Ledger.resume(path, header)
+    resumed.add_digest(1, "cd" * 16)
+    assert [r.digest for r in ledgers.read(path).releases] == [None, "cd" * 16, "ab" * 16]
+    with pytest.raises(LedgerError, match="cannot become"):
+        resumed.add_digest(0, "ef" * 16)
+    with pytest.raises(LedgerError, match="no release"):
+        resumed.add_digest(7, "ef" * 16)
+
+
+@pytest.mark.parametrize("body", [{"step": 4, "digest": "a"}, {"step": 0}, {"step": 0, "digest": 1}, {}, {"step": []}])
+def test_a_digest_of_nothing_is_refused_on_its_line(path: Path, body: dict[str, Any]) -> None:
+    ledger = write(path, make_header(), 1)
+    line, _ = lines.line(3, "digest", lines.body_text(body), ledger.head)
+    with open(path, "a") as file:
+        file.write(line)
+    with pytest.raises(LedgerError, match="line 3") as caught:
+        ledgers.read(path)
+    assert caught.value.line == 3
+
+
+def test_notes_are_read_back_in_their_order(path: Path) -> None:
+    header = make_header()
+    ledger, memory = Ledger(header, path), Ledger(header)
+    evidence = {"largest": 1e-7, "layers": ["a", "b"]}
+    for one in (ledger, memory):
+        one.note("check", evidence)
+        one.append(make_release(header, 0))
+        one.note("public", {"examples": 10, "pair": (1, 2)})
+    evidence["largest"] = 0.0  # of no consequence
+    expected = (
+        ("check", {"largest": 1e-7, "layers": ["a", "b"]}),
+        ("public", {"examples": 10, "pair": [1, 2]}),
+    )
+    found = ledgers.read(path)
+    assert found.notes == ledger.notes == memory.notes == expected
+    assert (found.length, found.head) == (memory.length, memory.head)
+    assert Ledger.resume(path, header).notes == expected
+
+
+def test_a_note_of_unknown_kind_or_content_is_refused(path: Path) -> None:
+    ledger = write(path, make_header(), 1)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"'chek'.*'check'"):
+        ledger.note("chek", {})
+    for body in ({"x": float("nan")}, {"x": object()}):
+        with pytest.raises(LedgerError, match="not JSON"):
+            ledger.note("check", body)
+    assert path.read_bytes() == before
+
+
+# ---- older and newer releases
+
+
+def test_a_ledger_of_version_0_1_verifies_and_goes_on(path: Path) -> None:
+    old = Path(__file__).with_name("ledger_of_version_0_1.jsonl").read_bytes()
+    path.write_bytes(old)
+    found = ledgers.read(path)
+    assert [(r.step, r.digest, r.recovered, r.nonce) for r in found.releases] == [
+        (0, None, False, None),
+        (1, "ab" * 16, False, None),
+        (2, None, True, None),
+    ]
+    assert found.releases[0].side == (COUNTS,)
+    assert (found.ended, found.notes) == ("finished", ())
+    Ledger.resume(path, found.header).append(make_release(found.header, 2, nonce="0f" * 16))
+    assert path.read_bytes().startswith(old)
+    assert ledgers.read(path).releases[-1].nonce == "0f" * 16
+
+
+def test_what_a_release_does_not_have_takes_no_space_in_its_line(path: Path) -> None:
+    header = make_header()
+    ledger = write(path, header, 1)
+    assert b"null" not in path.read_bytes().splitlines()[1]
+    ledger.append(make_release(header, 1, nonce="a1" * 16, digest="b2" * 16, sensitivity=(4.0, 3), noise_std=()))
+    found = ledgers.read(path).releases[1]
+    assert (found.nonce, found.digest, found.sensitivity, found.noise_std) == ("a1" * 16, "b2" * 16, (4.0, 3), ())
 
 
 @pytest.mark.timeout(60)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gradveil import _ledger_lines as lines
 from gradveil import ledger as ledgers
 from gradveil.accounting import proved_epsilon, statement
 from gradveil.errors import LedgerError
@@ -142,7 +143,7 @@ def test_a_foreign_file_is_refused_at_line_1(path: Path, data: bytes) -> None:
 
 def test_a_header_of_another_version_is_refused_as_such(path: Path) -> None:
     body = make_header().to_dict() | {"format_version": 2}
-    line, _ = ledgers._line(1, "header", ledgers._body_text(body), ledgers._GENESIS)
+    line, _ = lines.line(1, "header", lines.body_text(body), lines.GENESIS)
     error = _refused(path, line.encode())
     assert error.line == 1
     assert "version" in str(error) and "2" in str(error)
@@ -152,7 +153,7 @@ def test_a_header_of_another_version_is_refused_as_such(path: Path) -> None:
     "body", [{}, {"format_version": 1}, {"format_version": 1, "strategy": "baseline"}, [], None, 1]
 )
 def test_a_chained_header_that_is_none_is_refused(path: Path, body: Any) -> None:
-    line, _ = ledgers._line(1, "header", ledgers._body_text(body), ledgers._GENESIS)
+    line, _ = lines.line(1, "header", lines.body_text(body), lines.GENESIS)
     assert _refused(path, line.encode()).line == 1
 
 
@@ -160,7 +161,7 @@ def test_a_chained_header_that_is_none_is_refused(path: Path, body: Any) -> None
 @pytest.mark.parametrize("kind", ["release", "gift"])
 def test_a_chained_line_that_is_no_release_is_refused(path: Path, kind: str, body: Any) -> None:
     ledger = write(path, make_header(), 1)
-    line, _ = ledgers._line(3, kind, ledgers._body_text(body), ledger.head)
+    line, _ = lines.line(3, kind, lines.body_text(body), ledger.head)
     assert _refused(path, path.read_bytes() + line.encode()).line == 3
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +18,12 @@ from torch.nn import functional as F
 
 from gradveil import strategies
 from gradveil.bounds import QuantileBounds, WhitenedBounds
-from gradveil.clipping import clipped_sums
+from gradveil.clipping import Clipper, clipped_sums, make_groups
+from gradveil.engine.step import PrivateStep
 from gradveil.randomness import NoiseSource, SecretKey
 from gradveil.records import Release
 from gradveil.schedules import DECAYS
-from loops import dataset, network, run, start
+from loops import dataset, in_double, network, run, start
 
 PRIVATE = [n for n in strategies.names() if n != "non-private"]
 ALPHA = 1e-6  # a right scale fails once in a million tests; a wrong one must always
@@ -29,6 +32,37 @@ ALPHA = 1e-6  # a right scale fails once in a million tests; a wrong one must al
 def decays(strategy: str) -> bool:
     found = strategies.get(strategy)
     return "decay" in (found.bounds, found.noise)
+
+
+class Seen(NamedTuple):
+    """What a step was clipped to, and what came of it, before any noise."""
+
+    bounds: tuple[float, ...]
+    largest: list[float]  # norm after clipping, of each group
+    within: list[int]  # examples within the bound, of each group
+    sums: dict[str, torch.Tensor]
+    whitening: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+@contextmanager
+def before_noise():
+    """The steps that are released in here, by number."""
+    seen: dict[int, Seen] = {}
+    plain = PrivateStep.release
+
+    def release(self, sums, stats):
+        seen[self.index] = Seen(
+            bounds=self.clipper.weighing.bounds,
+            largest=[stats.largest(g) for g in range(len(self.releaser.groups))],
+            within=stats.counts_within(),
+            sums={n: t.clone() for n, t in self.releaser.of_every_parameter(sums).items()},
+            whitening={n: (m.clone(), b.clone()) for n, (m, b) in (self.releaser.rule.whitening or {}).items()},
+        )
+        return plain(self, sums, stats)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrivateStep, "release", release)
+        yield seen
 
 
 @given(
@@ -58,40 +92,26 @@ def test_no_example_exceeds_the_bound_the_noise_was_scaled_to(strategy, decay, c
         physical=3,
         **extra,
     )
-    groups, named = engine.groups, dict(model.named_parameters())
-    seen = {}
-
-    def look():
-        clipper = engine._clipper
-        total = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        for p, kept in engine._parts.kept.items():
-            name = next(n for n, q in named.items() if q is p)
-            total[name] = total[name] + kept
-        seen[engine.step] = {
-            "bounds": clipper.weighing.bounds,
-            "largest": [clipper.harvest.largest(g) for g in range(len(groups))],
-            "sums": total,
-            "planned": engine.plan.sigma(engine.step),
-        }
-
-    run(engine, model, opt, loader, look)
+    groups, planned = engine.groups, [engine.plan.sigma(t) for t in range(4)]
+    with before_noise() as seen:
+        run(engine, model, opt, loader)
     assert len(engine.releases) == 4
     for release in engine.releases:
         step = seen[release.step]
-        assert release.clip == step["bounds"]
-        for largest, bound in zip(step["largest"], release.clip, strict=True):
+        assert release.clip == step.bounds
+        for largest, bound in zip(step.largest, release.clip, strict=True):
             assert largest <= bound
-        assert release.sigma == step["planned"]
+        assert release.sigma == planned[release.step]
         batch = release.expected_batch_size
         if found.sensitivity == "clip":
             assert release.sensitivity == release.clip
             assert release.scale_is_public
         elif reading == "example":
-            assert set(release.sensitivity) == {max(step["largest"])}
+            assert set(release.sensitivity) == {max(step.largest)}
             assert not release.scale_is_public
         else:
             norms = [
-                math.sqrt(sum(float(step["sums"][n].double().square().sum()) for n in g.parameters)) / batch
+                math.sqrt(sum(float(step.sums[n].double().square().sum()) for n in g.parameters)) / batch
                 for g in groups
             ]
             assert release.sensitivity == pytest.approx([max(norms)] * len(groups))
@@ -134,46 +154,27 @@ def test_the_recorded_noise_std_is_accepted_and_two_thirds_and_three_halves_of_i
     engine, model, opt, loader = start(
         strategy=strategy, model=Wide().double(), clip=0.7, sigma=3.0, steps=3, physical=physical, **extra
     )
-    loader._tensors = tuple(t.double() if t.is_floating_point() else t for t in loader._tensors)
+    in_double(loader)
     named = dict(model.named_parameters())
-    sums, noises = {}, []
-
-    def keep():
-        sums.clear()
-        sums.update({n: p.grad.clone() for n, p in named.items()})
-        for p, kept in engine._parts.kept.items():
-            name = next(n for n, q in named.items() if q is p)
-            sums[name] += kept
-
-    hooks = engine.optimizer.register_step_post_hook(
-        lambda *_: noises.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
-    )
-    whitening = []
-    for x, y in loader:
-        opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        keep()
-        rule = engine.rule
-        whitening.append({n: (m.clone(), b.clone()) for n, (m, b) in (rule.whitening or {}).items()})
-        taken = len(engine.releases)
-        opt.step()
-        if len(engine.releases) == taken:
-            continue
-        release = engine.releases[-1]
-        for group, std in zip(engine.groups, release.noise_std, strict=True):
-            drawn = []
-            for n in group.parameters:
-                released = named[n].grad
-                if rule.whitening is not None:
-                    m, b = whitening[-1][n]
-                    drawn.append(((released - m) * 10.0 - sums[n]) / b)
-                else:
-                    drawn.append(released * 10.0 - sums[n])
-            values = torch.cat([d.flatten() for d in drawn]).numpy()
-            assert scale_p_value(values, std) > ALPHA
-            assert scale_p_value(values, std * 2 / 3) < ALPHA
-            assert scale_p_value(values, std * 3 / 2) < ALPHA
-    hooks.remove()
+    with before_noise() as seen:
+        for x, y in loader:
+            opt.zero_grad()
+            taken = len(engine.releases)
+            F.cross_entropy(model(x), y).backward()
+            if len(engine.releases) == taken:
+                continue
+            release = engine.releases[-1]
+            sums, whitening = seen[release.step].sums, seen[release.step].whitening
+            for group, std in zip(engine.groups, release.noise_std, strict=True):
+                drawn = []
+                for n in group.parameters:
+                    centre, scale = whitening.get(n, (0.0, 1.0))
+                    drawn.append(((named[n].grad - centre) * 10.0 - sums[n]) / scale)
+                values = torch.cat([d.flatten() for d in drawn]).numpy()
+                assert scale_p_value(values, std) > ALPHA
+                assert scale_p_value(values, std * 2 / 3) < ALPHA
+                assert scale_p_value(values, std * 3 / 2) < ALPHA
+            opt.step()
     assert len(engine.releases) == 3
 
 
@@ -202,21 +203,25 @@ def test_the_key_is_not_printed_and_not_pickled():
     assert "12345" not in repr(SecretKey(12345))
 
 
-def test_adding_an_example_changes_the_sums_by_at_most_the_bound():
-    data = dataset()
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+def test_adding_an_example_changes_the_sums_by_at_most_the_bound(clipping):
+    """The sums that the clipper gives, with an example and without it."""
+    x, y = dataset().tensors[0].double(), dataset().tensors[1]
     model = network().double()
-    engine, model, _, _ = start(model=model, clip=0.2)
-    x, y = data.tensors[0].double(), data.tensors[1]
-    bounds = [0.2] * len(engine.groups)
+    groups = make_groups(model, clipping)
+    clipper = Clipper(model, groups, bounds=[0.2] * len(groups), loss_reduction="mean")
+    clipper.on_end = lambda: None
+
+    def sums(n):
+        clipper.start_step()
+        F.cross_entropy(model(x[:n]), y[:n]).backward()
+        return clipper.take_sums()
+
     for i in range(10):
-        with_it = clipped_sums(model, F.cross_entropy, x[: i + 1], y[: i + 1], groups=engine.groups, bounds=bounds).sums
-        model.zero_grad()
-        if i:
-            F.cross_entropy(model(x[:i]), y[:i]).backward()
-        for group in engine.groups:
-            named = dict(model.named_parameters())
-            moved = [with_it[n] - (named[n].grad if i else 0) for n in group.parameters]
-            assert math.sqrt(sum(float(d.square().sum()) for d in moved)) <= 0.2 * (1 + 1e-9)
+        without, with_it = sums(i), sums(i + 1)
+        for group in groups:
+            moved = [with_it[n] - without.get(n, 0) for n in group.parameters]
+            assert 0 < math.sqrt(sum(float(d.square().sum()) for d in moved)) <= 0.2 * (1 + 1e-9)
 
 
 # ---- quantile clipping (Andrew et al.)
@@ -244,15 +249,16 @@ def test_quantile_clip_follows_the_quantile_and_charges_its_counts():
 
 
 def test_quantile_counts_are_noised_at_the_recorded_std():
-    values = []
+    noise = []
     for seed in range(400):
         engine, model, opt, loader = start(
             strategy="quantile-clip", steps=1, sampling="without-replacement", seed=seed, options={"count_noise": 4.0}
         )
-        run(engine, model, opt, loader, lambda e=engine: values.append([e._clipper.harvest.counts_within()[0] - 5.0]))
-        values[-1].append(engine.releases[0].side[0].values[0])
+        with before_noise() as seen:
+            run(engine, model, opt, loader)
+        noise.append(engine.releases[0].side[0].values[0] - (seen[0].within[0] - 5.0))
         engine.detach()
-    noise = np.array([v[1] - v[0] for v in values])
+    noise = np.array(noise)
     assert scale_p_value(noise, 4.0) > ALPHA
     assert scale_p_value(noise, 4.0 * 2 / 3) < ALPHA
     assert scale_p_value(noise, 4.0 * 3 / 2) < ALPHA
@@ -272,7 +278,7 @@ def test_quantile_default_count_noise():
 def test_adaclip_is_its_algorithm_one_example_at_a_time():
     model = network().double()
     engine, model, opt, loader = start(strategy="adaclip", model=model, steps=6, seed=4, sigma=0.5)
-    loader._tensors = tuple(t.double() if t.is_floating_point() else t for t in loader._tensors)
+    in_double(loader)
     rule = engine.rule
     assert isinstance(rule, WhitenedBounds)
     for x, y in loader:
@@ -294,9 +300,10 @@ def test_adaclip_is_its_algorithm_one_example_at_a_time():
                 for n, v in w.items():
                     sums[n] += v / max(1.0, norm)
         opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for n, p in model.named_parameters():
-            assert torch.allclose(p.grad, scale[n] * sums[n], atol=1e-10)
+        with before_noise() as seen:
+            F.cross_entropy(model(x), y).backward()
+        for n, total in seen[engine.step - 1].sums.items():
+            assert torch.allclose(total, scale[n] * sums[n], atol=1e-10)
         opt.step()
         for n, p in model.named_parameters():
             m, s = before[n]

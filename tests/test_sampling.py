@@ -142,7 +142,11 @@ def test_physical_parts_hold_the_logical_batch_in_order():
     sampling = Sampling(name="poisson", population=40, batch_size=9)
     tickets = []
     loader = loader_of(
-        TensorDataset(torch.arange(40)), sampling, physical_batch_size=4, hand_out=tickets.append, steps=20
+        TensorDataset(torch.arange(40)),
+        sampling,
+        physical_batch_size=4,
+        hand_out=lambda ticket, *_: tickets.append(ticket),
+        steps=20,
     )
     parts: dict[int, list[int]] = {}
     for (rows,) in loader:

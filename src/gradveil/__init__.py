@@ -23,12 +23,12 @@ from gradveil.version import __version__
 
 if TYPE_CHECKING:
     from gradveil.api import account, attack, check, compare, report, train
-    from gradveil.captured import capture
+    from gradveil.captured import cuda_graph_step
     from gradveil.clipping import fix
     from gradveil.engine import PrivacyEngine
 
 # Loaded at first use: they import torch, which a command like `gradveil strategies` does not need.
-_LAZY = {"PrivacyEngine": "gradveil.engine", "capture": "gradveil.captured", "fix": "gradveil.clipping"}
+_LAZY = {"PrivacyEngine": "gradveil.engine", "cuda_graph_step": "gradveil.captured", "fix": "gradveil.clipping"}
 _LAZY |= dict.fromkeys(("account", "attack", "check", "compare", "report", "train"), "gradveil.api")
 
 __all__ = [
@@ -50,9 +50,9 @@ __all__ = [
     "__version__",
     "account",
     "attack",
-    "capture",
     "check",
     "compare",
+    "cuda_graph_step",
     "fix",
     "report",
     "train",

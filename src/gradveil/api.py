@@ -159,7 +159,7 @@ def account(
 
         path = Path(run)
         contents = read(path / "ledger.jsonl" if path.is_dir() else path)
-        told = accounting.statement(contents.header, contents.charged(), delta=delta)
+        told = accounting.statement_of(contents, delta=delta)
         both = {view.neighbours: view for view in (told.proved, told.proved_other)}
         return Account(proved=both, as_published=told.paper)
     if sigma is None or sample_rate is None or steps is None:

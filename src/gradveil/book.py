@@ -6,17 +6,18 @@ budget), and what it must be where a step is taken again.
 
 from __future__ import annotations
 
-import atexit
+import os
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil import ledger as ledgers
 from gradveil.errors import RunDirectoryError
 from gradveil.guards import AwaitedRelease, BudgetGuard, RepeatGuard
-from gradveil.ledger import Ledger
+from gradveil.ledger import Durability, Ledger
 from gradveil.ranks import Ranks
 from gradveil.records import Release, RunHeader
 
@@ -25,14 +26,14 @@ Digest = Callable[[list[Tensor]], str]
 
 
 class Book:
-    """Kept by whoever takes part in the run, until the process ends: what is not written by then is written then."""
+    """Kept by each process of the run. When it is collected, or at exit, what is still to follow is written."""
 
     def __init__(self, ledger: Ledger, *, budget: BudgetGuard, digest: Digest, seeded: bool) -> None:
         """``seeded``: by the key in use now, which need not be that of the process which began the run."""
         self._ledger, self.budget, self._digest, self._seeded = ledger, budget, digest, seeded
         self._repeat = RepeatGuard(ledger.releases, digest)
-        self._awaited: AwaitedRelease | None = None
-        atexit.register(self._write_the_rest)
+        self._awaited: list[AwaitedRelease] = []  # one at most
+        weakref.finalize(self, _write_the_rest, ledger, self._awaited, os.getpid())
 
     @classmethod
     def open(
@@ -45,6 +46,7 @@ class Book:
         budget: BudgetGuard,
         digest: Digest,
         seeded: bool,
+        durability: Durability = "write",
     ) -> Book:
         """A new one, or that of a run which goes on; refused where the plan would overspend."""
         budget.check_plan(header)
@@ -52,7 +54,7 @@ class Book:
         here: list[Ledger] = []
 
         def begin() -> tuple[RunHeader, tuple[Release, ...]]:
-            here.append(_begun(header, run_dir, resume=resume))
+            here.append(_begun(header, run_dir, resume=resume, durability=durability))
             return here[0].header, tuple(here[0].releases)
 
         kept = ranks.from_first(begin)
@@ -62,9 +64,7 @@ class Book:
 
     @property
     def ledger(self) -> Ledger:
-        if self._awaited is not None:
-            self._ledger.append(self._awaited.read())
-            self._awaited = None  # only now: whoever breaks in between has it counted twice, not never
+        _add_digest(self._ledger, self._awaited)
         return self._ledger
 
     def check_budget(self, step: int, sampler: str) -> None:
@@ -76,31 +76,30 @@ class Book:
         """Whether this seeded run has released the step before: it must then repeat itself bit for bit."""
         return self._repeat.knows(step)
 
-    def compared(self, release: Release, parameters: Iterable[nn.Parameter]) -> Release:
-        """The release of gradients that are noised, with their digest in a seeded run.
+    def compared(self, release: Release, noised: Iterable[Tensor]) -> Release:
+        """The release of these noised gradients, with their digest in a seeded run.
 
         Refused where the step was released before and is another now.
         """
         if not self._seeded:
             return release
-        return replace(release, digest=self._repeat.check(release.step, parameters))
+        return replace(release, digest=self._repeat.check(release.step, noised))
 
     def note(self, release: Release, *, digest_follows: bool = False) -> None:
-        """Write a release down, before anything is made of it.
+        """Write a release; when this returns it is in the ledger's file, and something may be made of it.
 
-        Where its digest is still to be computed on a GPU, it is written when the ledger is next looked at: by then
-        :meth:`give_digest` was called, or the step was broken off and is counted without one.
+        Where its digest is still to be computed on a GPU, the release is written without it. The digest follows in a
+        line of its own when the ledger is next looked at: by then :meth:`give_digest` was called, or the step was
+        broken off and the release stays without one.
         """
-        ledger = self.ledger
-        if digest_follows and ledger.is_open:
-            self._awaited = AwaitedRelease(release)
-        else:
-            ledger.append(release)
+        self.ledger.append(release)
+        if digest_follows:
+            self._awaited.append(AwaitedRelease(release.step))
 
     def give_digest(self, digest: Tensor) -> None:
         """The digest of the release noted last; on a GPU, which goes on meanwhile."""
-        if self._awaited is not None:
-            self._awaited.give(digest)
+        if self._awaited:
+            self._awaited[-1].give(digest)
 
     def go_on(self) -> None:
         """From a checkpoint: what was released after it counts, and comes again."""
@@ -111,13 +110,25 @@ class Book:
         if self._ledger.is_open:
             self.ledger.end(reason)
 
-    def _write_the_rest(self) -> None:
-        """At exit, for an engine that was collected, or left in the middle of a loop."""
-        if self._ledger.path is not None and self._ledger.path.exists():
-            self.ledger.commit()
+
+def _add_digest(ledger: Ledger, awaited: list[AwaitedRelease]) -> None:
+    """Write the digest that is awaited, if there is one. Done twice, after an interrupt, it is written once."""
+    if not awaited:
+        return
+    digest = awaited[0].read()
+    if digest is not None:
+        ledger.add_digest(awaited[0].step, digest)
+    awaited.clear()
 
 
-def _begun(header: RunHeader, run_dir: Path | None, *, resume: bool) -> Ledger:
+def _write_the_rest(ledger: Ledger, awaited: list[AwaitedRelease], process: int) -> None:
+    """For an engine that was collected, or left in the middle of a loop."""
+    if os.getpid() == process and ledger.path is not None and ledger.path.exists():
+        _add_digest(ledger, awaited)
+        ledger.commit()
+
+
+def _begun(header: RunHeader, run_dir: Path | None, *, resume: bool, durability: Durability) -> Ledger:
     if run_dir is None:
         return Ledger(header)
     try:
@@ -125,4 +136,4 @@ def _begun(header: RunHeader, run_dir: Path | None, *, resume: bool) -> Ledger:
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be made: {error.strerror}. Give another one.") from None
     path = run_dir / ledgers.FILE_NAME
-    return Ledger.resume(path, header) if resume else Ledger(header, path)
+    return Ledger.resume(path, header, durability=durability) if resume else Ledger(header, path, durability=durability)

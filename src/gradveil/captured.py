@@ -1,6 +1,6 @@
 """The whole private step as CUDA graphs: forward, backward, clipping, noise and update, replayed without Python.
 
-    step = gradveil.capture(engine, F.cross_entropy)          # a loss that takes reduction="none"
+    step = gradveil.cuda_graph_step(engine, F.cross_entropy)  # a loss that takes reduction="none"
     for x, y in loader:
         loss = step(x, y)                                     # in place of zero_grad, backward, optimizer.step
 
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from gradveil.engine.plain import HiddenGradients
 from gradveil.errors import ConfigError
 from gradveil.graph_pieces import Finish, Gathered, Graph, Loss, Part, Piece
 
@@ -42,7 +43,7 @@ _ON = "cuda"
 _WARM_UPS = 3  # eager rounds before a capture: libraries choose their algorithms, kernels are compiled
 
 
-def capture(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> CapturedStep:
+def cuda_graph_step(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> CapturedStep:
     """A step of a private run, captured as CUDA graphs at its first calls.
 
     loss       from (output, target) to one loss per example; one that takes ``reduction`` is called with "none"
@@ -56,15 +57,15 @@ def capture(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -
 
 
 class CapturedStep:
-    """What :func:`capture` returns: call it with a batch."""
+    """What :func:`cuda_graph_step` returns: call it with a batch."""
 
     def __init__(self, engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> None:
-        if engine.is_sharded:
+        if not engine.is_set_up:
+            raise ConfigError("the engine has no run yet: call make_private before gradveil.cuda_graph_step.")
+        if engine._sharded:
             raise ConfigError("a model that fully_shard has cut over processes is not captured: train eagerly.")
         if engine.ranks.several and not engine.plan.strategy.is_private:
             raise ConfigError("plain training over several processes is not captured: train eagerly.")
-        if not engine.is_set_up:
-            raise ConfigError("the engine has no run yet: call make_private before gradveil.capture.")
         self.engine, self.loss = engine, _per_example(loss)
         self.device = next(iter(engine.parameters.values())).device
         if self.device.type != _ON:
@@ -85,12 +86,12 @@ class CapturedStep:
         self._pool = torch.cuda.graph_pool_handle()
         self._batch: tuple[int, int] | None = None  # of which loop and step there is a part in the gradients
         self._in_graph = False  # whether the gradients are those of a graph
-        engine.count_lost_from(self._gathered.take_lost)
+        self._hidden = HiddenGradients()  # between the parts of a batch: sums without noise
+        engine._count_lost_from(self._gathered.take_lost)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""
-        engine, views = self.engine, self.engine.views
-        given = x.shape[0]
+        given, views = x.shape[0], self.engine.settings.views
         if given != y.shape[0]:
             raise ConfigError(f"a batch of {given} inputs has {y.shape[0]} targets; give one for each example.")
         if given % views:
@@ -98,11 +99,20 @@ class CapturedStep:
                 f"a batch of {given} rows came, and views is {views}: an example has {views} rows, one after the "
                 "other. Give all views of every example: torch.stack(views, dim=1).flatten(0, 1)."
             )
-        count = given // views
-        ticket = engine.current_ticket
+        self._check_independence(x, y)
+        try:
+            return self._take(x, y, given // views)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _take(self, x: Tensor, y: Tensor, count: int) -> Tensor:
+        engine, views = self.engine, self.engine.settings.views
+        ticket = engine._batches.ticket
         last = ticket is None or ticket.last
-        this = (engine.loops, engine.step)
+        this = (engine._batches.loop, engine.step)
         begun = self._batch == this
+        self._hidden.show()
         self._batch = None if last else this
         self._gathered.examples = count + (self._gathered.examples if begun else 0)
         finishing = last and self._finish.prepare() == "at once"
@@ -122,7 +132,34 @@ class CapturedStep:
             self._go((self._finish,))
         if last:
             self._finish.conclude()
+        else:
+            self._hidden.hide(list(engine.parameters.values()))
         return _mean(totals, count) if totals else self._gathered.nothing.clone()
+
+    def _give_up(self) -> None:
+        """A step that was refused or broken off: what stands in ``.grad`` may lack its noise."""
+        self._batch, self._in_graph = None, False
+        self._hidden = HiddenGradients()
+        for parameter in self.engine.parameters.values():
+            parameter.grad = None
+        if self.engine._private is not None:
+            self.engine._private.prepare()
+
+    def _check_independence(self, x: Tensor, y: Tensor) -> None:
+        """Of the first batches, and of some that cannot be foreseen: as :meth:`PrivacyEngine.run_step` does it."""
+        engine, views = self.engine, self.engine.settings.views
+        clipper, examples = engine._clipper, x.shape[0] // views
+        if clipper is None or engine.ranks.several or examples < 2:
+            return
+
+        def gradients(batch: Sequence[Tensor]) -> None:
+            rows, targets = (t.flatten(0, 1).to(self.device) for t in batch)
+            losses = self.loss(engine.module(rows), targets)
+            (losses.mean() if engine.settings.loss_reduction == "mean" else losses.sum()).backward()
+
+        batch = [t.unflatten(0, (examples, views)) for t in (x, y)]
+        clipper.checks.whole_step(lambda some: clipper.rehearse(lambda: gradients(some)), batch, examples)
+        clipper.checks.backward_ended()  # a graph does not say when its backward pass ends
 
     def _go(self, pieces: tuple[Piece, ...]) -> None:
         """Run these pieces: captured, where all of them have been run before and work on a graph's gradients."""

@@ -22,6 +22,7 @@ def pack(
 ) -> tuple[bytes, dict[str, Any]]:
     """The tensors as a file, and the facts; the ledger is on disk after it."""
     state = engine.state_dict()  # commits the ledger
+    del state["spent"]  # it is in the run's ledger, which the checkpoint is bound to
     tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in model.state_dict().items()}
     tensors |= {f"rule.{k}": v for k, v in state.pop("rule").items()}
     if average is not None:

@@ -11,7 +11,6 @@ import torch
 
 from gradveil.kernels import cuda
 from gradveil.kernels.layers import Layers, layers
-from gradveil.updates import Steps
 
 
 def add_device_noise(
@@ -20,19 +19,12 @@ def add_device_noise(
     *,
     divide_by: float,
     generator: torch.Generator,
-    steps: Steps | None = None,
 ) -> None:
-    """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches.
-
-    ``steps`` are taken in the same launch, where the C++ library does it.
-    """
+    """In place on one GPU, float32: g becomes (g + std z) / divide_by, all tensors in a few launches."""
     library = layers()
     if library is not None:
         _teach(library, grads[0].device)
-        parameters, rates = ([], []) if steps is None else (list(steps.parameters), steps.rates)
-        library.add_noise(list(grads), list(stds), divide_by, generator, parameters, rates)
-        if steps is not None:
-            steps.taken = True
+        library.add_noise(list(grads), list(stds), divide_by, generator)
         return
     draws = torch.randn(sum(g.numel() for g in grads), device=grads[0].device, generator=generator)
     alike = len(set(stds)) == 1

@@ -8,7 +8,8 @@ Graph      pieces, captured one after the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,11 +19,13 @@ from gradveil.bounds import WhitenedBounds
 from gradveil.clipping import Harvest
 from gradveil.clipping.passes import Padding
 from gradveil.device_noise import add_drawn_noise
-from gradveil.errors import ConfigError
+from gradveil.engine.step import PrivateStep, add_to_gradient
+from gradveil.errors import ConfigError, PrivacyViolation
+from gradveil.guards import fingerprint_sums
 from gradveil.kernels import cuda, graphs
 from gradveil.randomness import NoiseSource
-from gradveil.records import Release, SideRelease
-from gradveil.release import StepFacts, noise_scale, record
+from gradveil.records import Release
+from gradveil.release import Measured
 
 if TYPE_CHECKING:
     from gradveil.engine import PrivacyEngine
@@ -123,13 +126,41 @@ class Graph:
         self._graph.replay()
 
 
+@contextmanager
+def _captured_pass(engine: PrivacyEngine, padding: Padding) -> Iterator[Callable[[], Harvest]]:
+    """A pass of the model on padded rows, whose loss is a sum over all of them; gives its statistics.
+
+    Its clipped sums go to ``.grad``, where the graph adds the noise before anything else runs. Those of a further
+    part are added in place: a graph writes where the gradients were when it was captured.
+    """
+    clipper = engine._clipper
+    if clipper is None:
+        yield lambda: Harvest(len(engine.groups))
+        return
+
+    def add_up() -> None:
+        with torch.no_grad():
+            for name, total in clipper.take_sums().items():
+                add_to_gradient(engine.parameters[name], total)
+
+    before = clipper.loss_reduction, clipper.on_end
+    clipper.loss_reduction, clipper.padding, clipper.on_end = "sum", padding, add_up
+    clipper.start_step()
+    try:
+        yield lambda: clipper.harvest
+    finally:
+        clipper.padding = None
+        clipper.loss_reduction, clipper.on_end = before
+        clipper.start_step()  # what was noted of this pass is in the graph's buffers, or nobody's
+
+
 class Part(Piece):
     """Forward and backward of up to ``rows`` examples, each with its views."""
 
     def __init__(self, engine: PrivacyEngine, loss: Loss, rows: int, gathered: Gathered, *, adds: bool) -> None:
         self.engine, self.loss, self.rows, self.gathered = engine, loss, rows, gathered
         self.device = device = next(iter(engine.parameters.values())).device
-        self.views = engine.views
+        self.views = engine.settings.views
         self.adds = adds  # to the gradients that are there
         self._places = torch.arange(rows, device=device)
         self._padding = Padding(
@@ -168,7 +199,7 @@ class Part(Piece):
         if not self.adds:
             for parameter in parameters:
                 parameter.grad = None
-        with engine.captured_pass(self._padding) as harvest:
+        with _captured_pass(engine, self._padding) as harvest:
             losses = self.loss(engine.module(self._x), self._y)
             if losses.shape != (self.rows * self.views,):
                 raise ConfigError(
@@ -177,7 +208,7 @@ class Part(Piece):
                     "everything but the batch)."
                 )
             losses.backward(gradient=self._weights.to(losses.dtype))
-            if engine.looks_at_norms:
+            if engine._private is not None and engine._private.looks_at_norms:
                 self.gathered.take_in(harvest(), first=not self.adds)
         of_examples = losses.detach() if self.views == 1 else losses.detach().view(self.rows, self.views).mean(1)
         self.total = self.gathered.sum_up(of_examples, self._padding)
@@ -211,7 +242,12 @@ class Finish(Piece):
         self._sampler = ""
         self._noise: NoiseSource | None = None  # of the current step
         self._redone: Release | None = None
-        self._learned_from: tuple[tuple[SideRelease, ...], float] | None = None  # side releases and sigma
+        self._measured: Measured | None = None  # of the current step
+
+    @property
+    def _step(self) -> PrivateStep:
+        assert self.engine._private is not None
+        return self.engine._private
 
     def prepare(self) -> How:
         """Before the last part: check the step, draw its noise and, where it is known, write its release down.
@@ -219,6 +255,7 @@ class Finish(Piece):
         The graph updates the weights, so its release is in the ledger before it runs: a run that is broken off in
         between has counted too much, never too little.
         """
+        self._redone = self._measured = None  # of a step that was broken off
         self._how = self._prepared()
         return self._how
 
@@ -228,12 +265,12 @@ class Finish(Piece):
         if engine.ranks.several:
             return "eagerly"  # gradients are added up over the ranks first
         if not plan.strategy.is_private:
-            self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.views))
+            self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.settings.views))
             return "at once"
         if isinstance(engine.rule, WhitenedBounds):
             return "eagerly"
-        self._sampler = engine.check_step(self.gathered)
-        self._noise = engine.noise()
+        self._sampler = self._step.check(self.gathered)
+        self._noise = self._step.fresh_noise()
         self._generator.manual_seed(self._noise.device_seed(self.device))
         self._draw.normal_(generator=self._generator)  # what torch.randn draws, with less of the host's time
         if plan.sensitivity_rule != "clip" or engine.rule.counts_norms:
@@ -246,20 +283,16 @@ class Finish(Piece):
 
     def _write_down(self, noise: NoiseSource) -> bool:
         """The scale of the noise is set, and the release noted; False where it was released before."""
-        engine, plan = self.engine, self.engine.plan
-        rate, size = engine.sampling.rate, float(engine.sampling.batch_size)
-        looked_at = engine.parameters.items() if plan.sensitivity_rule == "l2max-batch" else ()
+        engine, step = self.engine, self._step
+        looked_at = engine.parameters.items() if engine.plan.sensitivity_rule == "l2max-batch" else ()
         grads = {name: p.grad for name, p in looked_at if p.grad is not None}
-        bounds = engine.rule.bounds(engine.step)
-        scale = noise_scale(plan, engine.step, StepFacts(bounds, self.gathered, engine.groups, grads, size))
-        side = engine.rule.side_releases(self.gathered, noise)
-        release = record(engine.step, plan, scale, side=side, sampler=self._sampler, sample_rate=rate, batch_size=size)
-        self._set_stds(scale.stds)
-        self._learned_from = (side, scale.sigma)
-        if engine.book.knows(engine.step):
-            self._redone = release  # compared with what was released before, and only then used
+        self._measured = step.releaser.measure(step.index, grads, self.gathered, noise, sampler=self._sampler)
+        self._set_stds(self._measured.scale.stds)
+        if step.log.knows(step.index):
+            self._redone = self._measured.release  # compared with what was released before, and only then used
             return False
-        engine.book.note(release, digest_follows=engine.is_seeded)
+        step.log.note(self._measured.release, digest_follows=step.key.seeded)
+        step.count()
         return True
 
     def _set_stds(self, stds: Sequence[float]) -> None:
@@ -279,36 +312,59 @@ class Finish(Piece):
             self._redo(self._redone)
             return
         if self._how == "eagerly":
-            engine.release_gathered(self.gathered)
-            engine.update()
+            self._release_eagerly()
             return
-        if engine.plan.strategy.is_private:
+        if engine._private is not None:
             if self._digest is not None:
-                engine.book.give_digest(self._digest)
+                self._step.log.give_digest(self._digest)
             self._learn()
-            engine.take_step(self.gathered)
         else:
-            engine.count_plain_step()
+            engine._count_plain_step()
         if not self._updates():
-            engine.update()
+            self._update()
+
+    def _release_eagerly(self) -> None:
+        """What has no graph: several ranks, or noise with a shape of its own."""
+        parameters = self.engine.parameters
+        sums = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        self._step.release(sums, self.gathered)
+        self._update()
+
+    def _update(self) -> None:
+        """The optimizer's step, past the engine's hooks where a batch without privacy is whole already."""
+        self.engine._in_update = True
+        try:
+            self.engine.optimizer.step()
+        finally:
+            self.engine._in_update = False
 
     def _learn(self) -> None:
-        assert self._learned_from is not None
-        side, sigma = self._learned_from
-        self.engine.rule.learn(side, {}, sigma, float(self.engine.sampling.batch_size))
+        assert self._measured is not None
+        self._step.releaser.learn(self._measured, {})
+        self._step.prepare()
 
     def _redo(self, release: Release) -> None:
         """A step that was released before, noised as a graph does it: it must be the same bit for bit."""
         self._redone = None
         with torch.no_grad():
             self._add_noise(self._gradients(), float(self.engine.sampling.batch_size))
-        self.engine.book.note(self.engine.book.compared(release, self.engine.parameters.values()))
+        try:
+            checked = self._step.log.compared(release, self._gradients())
+        except PrivacyViolation:
+            for parameter in self.engine.parameters.values():
+                parameter.grad = None
+            raise
+        self._step.log.note(checked)
+        self._step.count()
         self._learn()
-        self.engine.take_step(self.gathered)
-        self.engine.update()
+        self._update()
 
     def _gradients(self) -> list[Tensor]:
-        return [self.engine.parameters[name].grad for name in self.engine.noise_order]  # type: ignore[misc]
+        """In the order of the noise."""
+        names = (name for group in self.engine.groups for name in group.parameters)
+        return [self.engine.parameters[name].grad for name in names]  # type: ignore[misc]
 
     def _set_scale(self, value: float) -> None:
         if value != self._set:
@@ -321,12 +377,12 @@ class Finish(Piece):
         with torch.no_grad():
             if engine.plan.strategy.is_private:
                 self._add_noise(grads, float(engine.sampling.batch_size))
-                if engine.is_seeded:
-                    self._digest = engine.digest_of_gradients()
+                if self._step.key.seeded:
+                    self._digest = fingerprint_sums(grads)
             else:
                 torch._foreach_mul_(grads, self._scale)
         if self._updates():
-            engine.update()
+            self._update()
 
     def _add_noise(self, grads: list[Tensor], size: float) -> None:
         if not cuda.usable(*grads) or not all(g.dtype == torch.float32 and g.is_contiguous() for g in grads):

@@ -1,42 +1,37 @@
 """What is checked before a release leaves the engine. Each guard watches one way in which a bound could break.
 
-BatchGuard    each step has one drawn batch, and each of its examples went through backward() once
 RepeatGuard   noise is never used twice on different gradients
 BudgetGuard   the step that would overspend is refused before it is taken
 
-check_optimizer and check_strangers see that what is updated is what is clipped and noised.
+check_optimizer sees that what is updated is what is clipped and noised. Batches are in engine/batches.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.clipping import Harvest, count_flags
+from gradveil.clipping import count_flags
 from gradveil.clipping.sharding import whole
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
-from gradveil.records import Release, RunHeader
-from gradveil.sampling import Ticket
+from gradveil.records import Release, RunHeader, planned_multiplier
 from gradveil.strategies import Parameters
 
 
 def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """At set-up: the optimizer holds what trains in the module, and nothing else."""
+    """At set-up: the optimizer holds nothing that is not part of the module."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            "LBFGS computes gradients anew inside its step, after the noise was added, so it cannot be made "
-            "private. Use SGD, Adam or another optimizer that takes one gradient per step."
+            "LBFGS computes the gradient of one batch several times in a step, and a batch is released once. Use SGD, "
+            "Adam or another optimizer that takes one gradient per step."
         )
     mine = {id(p) for p in module.parameters()}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
     if strangers:
         raise ConfigError(
@@ -44,73 +39,6 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None
             f"{tuple(strangers[0].shape)}): they would be updated from gradients that nobody clipped or noised. "
             "Give the optimizer module.parameters()."
         )
-    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if missing:
-        raise ConfigError(
-            f"the optimizer does not hold {missing[0]!r} and {len(missing) - 1} other trainable parameter(s): "
-            "their gradients would be left without noise, for anyone to use. Give them to the optimizer, or freeze "
-            "them (requires_grad_(False))."
-        )
-
-
-def check_strangers(followed: Container[int], optimizer: torch.optim.Optimizer) -> None:
-    """At every step: a parameter that became trainable, or joined the optimizer, after set-up is not followed.
-
-    ``followed`` holds the ``id`` of those that are.
-    """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in followed and p.grad is not None:
-                raise PrivacyViolation(
-                    f"a parameter of shape {tuple(p.shape)} became trainable, or joined the optimizer, after "
-                    "make_private: its gradient is neither clipped nor noised. Decide what trains before "
-                    "make_private; to unfreeze layers later, detach() and start a new engine."
-                )
-
-
-class BatchGuard:
-    """Knows which batch the loader has handed out, and whether a step uses it as it is accounted for."""
-
-    def __init__(self, sampler: str) -> None:
-        self.sampler = sampler
-        self.ticket: Ticket | None = None
-        self._warned = False
-        self._drawn: set[int] = set()
-
-    def hand_out(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self._drawn.add(ticket.step)
-
-    def clear(self) -> None:
-        self.ticket = None
-        self._drawn.clear()
-
-    def check(self, harvest: Harvest) -> str:
-        """The sampler to record: gradveil's, or "unknown" where the batch did not come from the loader."""
-        if len(self._drawn) > 1:
-            raise PrivacyViolation(
-                f"{len(self._drawn)} batches were drawn since the last optimizer.step(). Each step is accounted for "
-                "one batch: an example that is in two of them would count twice, and skipping batches by their content "
-                "(an empty one, say) is not accounted for at all. Call step() after every batch, also an empty one; "
-                "for batches larger than memory use physical_batch_size."
-            )
-        if self.ticket is None and self._warned:
-            return "unknown"
-        if self.ticket is None:
-            self._warned = True
-            warnings.warn(
-                "this step's batch did not come from the loader that make_private returned, so nothing is known of "
-                "how it was sampled: the run's proved epsilon is infinite from here on.",
-                stacklevel=5,
-            )
-            return "unknown"
-        if harvest.examples > self.ticket.drawn:
-            raise PrivacyViolation(
-                f"{harvest.examples} examples went through backward() in this step, but the batch has "
-                f"{self.ticket.drawn}: an example that contributes more than once is not bounded by its clip. Call "
-                "the model and backward() once per batch."
-            )
-        return self.sampler
 
 
 class RepeatGuard:
@@ -128,13 +56,10 @@ class RepeatGuard:
         """Whether the step was released before."""
         return step in self._earlier
 
-    def check(self, step: int, parameters: Iterable[nn.Parameter]) -> str:
+    def check(self, step: int, noised: Iterable[Tensor]) -> str:
         """The digest of this step's noised gradients; refused if the step was released before and is another now."""
-        parameters = list(parameters)
-        digest = self._digest([p.grad for p in parameters if p.grad is not None])
+        digest = self._digest(list(noised))
         if self._earlier.get(step, digest) != digest:
-            for parameter in parameters:
-                parameter.grad = None
             raise PrivacyViolation(
                 f"step {step} was released before, by an earlier process of this seeded run or before going back to a "
                 "checkpoint, and does not repeat itself bit for bit (other weights, data, device or versions). Its "
@@ -170,8 +95,13 @@ class BudgetGuard:
 
     def planned_multiplier(self, step: int) -> float:
         """The noise multiplier that ``step`` will have, relative to the joint sensitivity of its release."""
-        ratio = self.plan.varsigma / self.plan.clip(step) if self.plan.fixed_variance else self.plan.sigma(step)
-        return 1.0 / math.sqrt(self.groups / ratio**2 + self.side)
+        return planned_multiplier(
+            groups=self.groups,
+            sigma=self.plan.sigma(step),
+            clip=self.plan.clip(step),
+            varsigma=self.plan.varsigma if self.plan.fixed_variance else None,
+            side_inverse_square=self.side,
+        )
 
     def _further_steps(self, header: RunHeader, done: Sequence[Release], step: int) -> int:
         from gradveil.accounting import affordable_steps, paper_affordable_steps
@@ -185,14 +115,17 @@ class BudgetGuard:
         return affordable_steps(header, tuple(done), planned, budget=self.budget)
 
     def check_plan(self, header: RunHeader) -> None:
-        """A run that may stop on private data is charged for all its steps: refused at once if they cost too much."""
+        """A run that declares to stop on private data is refused at once if its steps cost more than the budget.
+
+        It says that it means to stop earlier, and would be charged up to the budget all the same.
+        """
         if self.budget is None or header.stopping != "private":
             return
         if self._further_steps(header, (), 0) < header.steps:
             raise ConfigError(
-                f"the run may stop early on private data, so all {header.steps} declared steps are charged, and they "
+                f"the run is to stop early on private data, so all {header.steps} declared steps are charged, and they "
                 f"cost more than the budget of {self.name} = {self.budget:g} at delta = {header.delta:g}. Declare "
-                "fewer steps, raise sigma or the budget, or declare the data it stops on public (stopping='public')."
+                "fewer steps, raise sigma or the budget, or stop on public data alone (stopping='public')."
             )
 
     def check(self, header: RunHeader, done: Sequence[Release], step: int, sampler: str) -> None:
@@ -207,10 +140,11 @@ class BudgetGuard:
         if self._affordable is None:
             self._affordable = len(done) + self._further_steps(header, done, step)
         if len(done) >= self._affordable:
+            fits = "no step fits the budget" if not done else f"{len(done)} releases were made"
             raise BudgetExhausted(
                 f"step {step} of {self.plan.steps} would spend more than the budget of {self.name} = {self.budget:g} "
-                f"at delta = {header.delta:g}; {len(done)} releases are within it. The step was not taken. Raise the "
-                "budget or sigma, or declare fewer steps."
+                f"at delta = {header.delta:g}; {fits}. The step was not taken. Raise the budget or sigma, or declare "
+                "fewer steps."
             )
 
 
@@ -236,7 +170,7 @@ class NotFiniteCount:
         if new and not self._count:
             warnings.warn(
                 f"{new} example(s) of step {step} had a gradient that is not finite; they count as zero. "
-                "engine.not_finite_examples keeps the count.",
+                "engine.non_finite_examples keeps the count.",
                 stacklevel=8,
             )
         self._count += new
@@ -244,10 +178,10 @@ class NotFiniteCount:
 
 
 class AwaitedRelease:
-    """A release whose digest is still to be computed on a GPU."""
+    """The digest, still to be computed on a GPU, of a release that is in the ledger already."""
 
-    def __init__(self, release: Release) -> None:
-        self._release = release
+    def __init__(self, step: int) -> None:
+        self.step = step
         self._digest: Tensor | None = None
         self._ready: torch.cuda.Event | None = None
 
@@ -258,11 +192,11 @@ class AwaitedRelease:
             self._ready = torch.cuda.Event()
             self._ready.record()
 
-    def read(self) -> Release:
-        """The release as it is written down; without a digest where the step was broken off."""
+    def read(self) -> str | None:
+        """Waits for the GPU; None if the step was broken off before its digest was computed."""
         if self._ready is not None:
             self._ready.synchronize()
-        return self._release if self._digest is None else replace(self._release, digest=_digest(self._digest))
+        return None if self._digest is None else _digest(self._digest)
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

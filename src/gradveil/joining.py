@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradveil import ranks as processes
@@ -49,12 +49,6 @@ def join(model: nn.Module, ranks: Ranks) -> list[Any]:
         cut.set_force_sum_reduction_for_comms(True)  # and by a plain sum, which every backend knows
         handles.append(_Undo(partial(cut.set_gradient_divide_factor, float(ranks.count))))
     return handles
-
-
-def deliver_shard(parameter: nn.Parameter, total: Tensor) -> None:
-    """The clipped sum of a parameter that is cut over processes."""
-    found = sharding.added_up(parameter, total)
-    parameter.grad = found if parameter.grad is None else parameter.grad + found
 
 
 class _Undo:

@@ -39,7 +39,6 @@ from gradveil.kernels import native
 from gradveil.kernels.layers import layers
 from gradveil.numpy_noise import NAME as NUMPYS_NAME
 from gradveil.numpy_noise import NumpyNormals
-from gradveil.updates import Steps
 
 
 class SecretKey:
@@ -78,31 +77,38 @@ class SecretKey:
         bound.seeded = self.seeded
         return bound
 
-    def _derive(self, purpose: str, index: int, size: int) -> int:
+    def _derive(self, purpose: str, index: int | str, size: int) -> int:
         material = self._key + f"|{purpose}|{index}".encode()
         return int.from_bytes(hashlib.shake_256(material).digest(size), "little")
 
-    def cipher_key(self, purpose: str, index: int = 0) -> bytes:
+    def cipher_key(self, purpose: str, index: int | str = 0) -> bytes:
         """256 bits for one purpose and index."""
         return self._derive(purpose, index, 32).to_bytes(32, "little")
 
-    def stream(self, purpose: str, index: int = 0) -> np.random.Generator:
+    def stream(self, purpose: str, index: int | str = 0) -> np.random.Generator:
         """A CPU generator for one purpose and index."""
         return np.random.Generator(np.random.Philox(key=self._derive(purpose, index, 16)))
 
-    def fast_state(self, purpose: str, index: int = 0) -> bytes:
+    def fast_state(self, purpose: str, index: int | str = 0) -> bytes:
         """The whole state of numpy's SFC64, 192 bits, for one purpose and index."""
         return hashlib.shake_256(self._key + f"|{purpose}|{index}".encode()).digest(24)
 
-    def torch_generator(self, purpose: str, index: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+    def torch_generator(
+        self, purpose: str, index: int | str = 0, device: torch.device | str = "cpu"
+    ) -> torch.Generator:
         """A torch generator for one purpose and index (63 bits on CUDA; torch's CPU generator uses 32)."""
         generator = torch.Generator(device=device)
         generator.manual_seed(self.device_seed(purpose, index))
         return generator
 
-    def device_seed(self, purpose: str, index: int = 0) -> int:
+    def device_seed(self, purpose: str, index: int | str = 0) -> int:
         """The seed of a torch generator for one purpose and index."""
         return self._derive(purpose, index, 8) >> 1
+
+
+def fresh_nonce() -> str:
+    """Identifies the noise of one release: from the operating system, so that it never comes again."""
+    return secrets.token_hex(16)
 
 
 _BLOCKS_PER_STEP = 1 << 40  # more blocks of numpy's values than any step has
@@ -140,12 +146,16 @@ class NoiseSource:
     """Standard normal tensors for one step, drawn in a fixed order; on the tensor's own device."""
 
     def __init__(
-        self, key: SecretKey, step: int, *, generators: dict[torch.device, torch.Generator] | None = None
+        self, key: SecretKey, index: int | str, *, generators: dict[torch.device, torch.Generator] | None = None
     ) -> None:
-        """``generators`` is kept by the caller from step to step: making one on a GPU takes longer than seeding it."""
+        """``index``: which noise of the key. A nonce from :func:`fresh_nonce`, or the step in a seeded run.
+
+        ``generators`` is kept by the caller from step to step: making one on a GPU takes longer than seeding it.
+        """
         self._key = key
         self._generators = generators if generators is not None else {}
-        self._step = step
+        self._index = index
+        self.nonce = index if isinstance(index, str) else None
         self._tensors = 0  # noised so far, by the kernel
         self._cipher_key: bytes | None = None
         self._side: np.random.Generator | None = None
@@ -154,7 +164,10 @@ class NoiseSource:
     @cached_property
     def by_numpy(self) -> NumpyNormals:
         """The sequence of values where there are no compiled kernels."""
-        return NumpyNormals(lambda block: self._key.fast_state("noise", self._step * _BLOCKS_PER_STEP + block))
+        index = self._index
+        if isinstance(index, int):
+            return NumpyNormals(lambda block: self._key.fast_state("noise", index * _BLOCKS_PER_STEP + block))
+        return NumpyNormals(lambda block: self._key.fast_state("noise", f"{index}|{block}"))
 
     def normal_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Independent N(0, 1) of the shape, device and dtype of ``tensor`` (drawn in float32 or better)."""
@@ -177,7 +190,7 @@ class NoiseSource:
 
     def device_seed(self, device: torch.device) -> int:
         """What this step's generator on a GPU is seeded with; as secret as the key."""
-        return self._key.device_seed(f"noise-{device.type}", self._step)  # the same on every GPU of a run
+        return self._key.device_seed(f"noise-{device.type}", self._index)  # the same on every GPU of a run
 
     def _on_device(self, device: torch.device) -> torch.Generator:
         generator = self._cuda.get(device)
@@ -196,23 +209,21 @@ class NoiseSource:
         *,
         divide_by: float,
         owned: slice | None = None,
-        steps: Steps | None = None,
     ) -> None:
         """In place, each gradient g becomes (g + std z) / divide_by with z independent N(0, 1), drawn in order.
 
         ``owned``: only these get noise, the same as if all did; the others are divided.
-        ``steps``: taken in the same pass, where the C++ library does it.
         """
         if owned is not None and owned != slice(0, len(grads)):
             self._add_to_owned(grads, stds, divide_by, owned)
             return
         if _on_one_gpu(grads):
             generator = self._on_device(grads[0].device)
-            add_device_noise(grads, stds, divide_by=divide_by, generator=generator, steps=steps)
+            add_device_noise(grads, stds, divide_by=divide_by, generator=generator)
             return
         kernels = native.kernels()
         if kernels is not None and all(_plain(grad) for grad in grads):
-            self._add_by_kernel(kernels, grads, stds, divide_by=divide_by, steps=steps)
+            self._add_by_kernel(kernels, grads, stds, divide_by=divide_by)
             return
         with torch.no_grad():
             self._add_by_torch(grads, stds, divide_by)
@@ -262,7 +273,7 @@ class NoiseSource:
     def _device_shard(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
         place = f"noise-{grad.device.type}-{self._tensors}-{shard.start}"
         self._tensors += 1
-        generator = self._key.torch_generator(place, self._step, grad.device)
+        generator = self._key.torch_generator(place, self._index, grad.device)
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         return torch.randn(grad.shape, dtype=dtype, device=grad.device, generator=generator)
 
@@ -280,7 +291,7 @@ class NoiseSource:
 
     def _step_key(self) -> bytes:
         if self._cipher_key is None:
-            self._cipher_key = self._key.cipher_key("noise-key", self._step)
+            self._cipher_key = self._key.cipher_key("noise-key", self._index)
         return self._cipher_key
 
     def pass_over(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -299,7 +310,6 @@ class NoiseSource:
         stds: Sequence[float],
         *,
         divide_by: float,
-        steps: Steps | None = None,
     ) -> None:
         cipher_key = self._step_key()
         first = self._tensors
@@ -307,10 +317,7 @@ class NoiseSource:
         library = layers()
         if library is not None:
             key = list(struct.unpack("<4q", cipher_key))
-            parameters, rates = ([], []) if steps is None else (list(steps.parameters), steps.rates)
-            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first, parameters, rates)
-            if steps is not None:
-                steps.taken = True
+            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first)
             return
         numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
         kernels.add_noise(cipher_key, numbered, divide_by=divide_by)
@@ -319,5 +326,5 @@ class NoiseSource:
     def normals(self, count: int) -> list[float]:
         """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""
         if self._side is None:
-            self._side = self._key.stream("side-noise", self._step)
+            self._side = self._key.stream("side-noise", self._index)
         return [float(value) for value in self._side.standard_normal(count)]

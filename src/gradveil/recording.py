@@ -1,6 +1,6 @@
-"""What an adversary would see of a live run, step by step, on disk: ``engine.capture``.
+"""What an adversary would see of a live run, step by step, on disk: ``engine.record_gradients``.
 
-    engine.capture("seen", steps=3)              # the next three steps; steps=[0, 50, 99] for chosen ones
+    engine.record_gradients("seen", steps=3)              # the next three steps; steps=[0, 50, 99] for chosen ones
     for x, y in loader: ...                      # the loop as it is
 
     seen/                                        mode 0700, its files 0600
@@ -30,7 +30,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import safetensors
 import safetensors.torch
@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from gradveil.clipping import Group
-from gradveil.clipping.taps import ModelHook
 from gradveil.errors import ConfigError, DataError, RunDirectoryError, UnknownNameError
 from gradveil.records import Release
 from gradveil.rundir import write_whole
@@ -52,13 +51,13 @@ FORMAT = "gradveil observation 1"
 
 
 class Recorder:
-    """What ``engine.capture`` returns: ``left`` are the steps still to be recorded, ``recorded`` those that were."""
+    """What ``engine.record_gradients`` returns. ``left``: the steps to be recorded; ``recorded``: those that were."""
 
     def __init__(
         self, engine: PrivacyEngine, path: str | os.PathLike[str], *, steps: int | Iterable[int], view: str
     ) -> None:
         if not engine.is_set_up:
-            raise ConfigError("the engine has no run yet: call make_private before engine.capture.")
+            raise ConfigError("the engine has no run yet: call make_private before engine.record_gradients.")
         if view not in VIEWS:
             raise UnknownNameError("view", view, VIEWS)
         if view != "batch" and engine.physical_batch_size != 1:
@@ -76,29 +75,24 @@ class Recorder:
         self._whitening: dict[str, Tensor] = {}
         _make_folder(self.path)
 
-    def attach(self) -> list[Any]:
-        """Hooks before and after the engine's own on ``optimizer.step``; the handles that take them off."""
-        optimizer = self._engine.optimizer
-        before = optimizer.register_step_pre_hook(ModelHook(self._before))
-        in_order: Any = optimizer._optimizer_step_pre_hooks
-        in_order.move_to_end(before.id, last=False)
-        return [before, optimizer.register_step_pre_hook(ModelHook(self._after))]
-
     def stop(self) -> None:
         """Record no further step."""
         self.left.clear()
 
-    def _before(self, *_: Any) -> None:
-        """The gradients are sums of clipped ones still: of the whole batch, or of a physical part of it."""
+    def see_part(self, sums: Mapping[str, Tensor]) -> None:
+        """A backward pass of the batch, or of a physical part of it, has ended: its sums of clipped gradients.
+
+        Of a run without privacy, its gradients.
+        """
         engine = self._engine
         this = engine.step if engine.step in self.left else None
-        if (this, engine.loops) != (self._step, self._loop):
+        if (this, engine._batches.loop) != (self._step, self._loop):
             self._examples = []
-        self._step, self._loop = this, engine.loops
+        self._step, self._loop = this, engine._batches.loop
         if this is None:
             return
         if self.view != "batch":
-            self._take_example()
+            self._take_example(sums)
         whitening = engine.rule.whitening if engine.plan.strategy.is_private else None
         # Cloned now: the rule learns from this step's release, in place.
         self._whitening = {
@@ -107,45 +101,52 @@ class Recorder:
             for part, t in zip(("centre", "scale"), pair, strict=True)
         }
 
-    def _take_example(self) -> None:
-        ticket = self._engine.current_ticket
+    def _take_example(self, sums: Mapping[str, Tensor]) -> None:
+        ticket = self._engine._batches.ticket
         if ticket is None or ticket.size > 1:
             raise ConfigError(
                 f"view {self.view!r} is recorded from batches of the loader that make_private returned, one example at "
                 f"a time; step {self._step} was fed with another batch. Train with that loader, or record 'batch'."
             )
         if ticket.size:
-            self._examples.append(self._gradients())
+            self._examples.append(self._of_every_parameter(sums))
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _of_every_parameter(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: torch.zeros_like(p, device="cpu", requires_grad=False) if p.grad is None else _kept(p.grad)
+            name: _kept(grads[name]) if name in grads else torch.zeros_like(p, device="cpu", requires_grad=False)
             for name, p in self._engine.parameters.items()
         }
 
-    def _after(self, *_: Any) -> None:
-        """The engine has noised the gradients and written the release down; the optimizer has not moved yet."""
-        engine, step = self._engine, self._step
-        if step is None or engine.step == step:
-            return  # not chosen, or a part of a batch that goes on
-        release = engine.ledger.releases[-1] if engine.plan.strategy.is_private else None
-        seen = self._seen(release)
+    def see_release(self, noised: Mapping[str, Tensor]) -> None:
+        """The release is recorded and handed out; the optimizer has not moved yet."""
+        step = self._step
+        if step is None:
+            return
+        release = self._engine.ledger.releases[-1] if self._engine.plan.strategy.is_private else None
+        seen = self._seen(self._of_every_parameter(noised), release)
         self.left.discard(step)
         self._step, self._examples = None, []
         if seen is None:
             return
-        engine.commit()
-        weights = {n: _kept(t) for n, t in engine.module.state_dict().items() if isinstance(t, Tensor)}
+        self._engine.commit()
+        weights = {n: _kept(t) for n, t in self._engine.module.state_dict().items() if isinstance(t, Tensor)}
         tensors = {f"gradient.{n}": t for n, t in seen.items()} | {f"weights.{n}": t for n, t in weights.items()}
         self._write(step, tensors | self._whitening, release)
         self.recorded.append(step)
 
-    def _seen(self, release: Release | None) -> dict[str, Tensor] | None:
+    def see_plain_step(self) -> None:
+        """Of a run without privacy: what the optimizer finds, before its step."""
+        engine = self._engine
+        if self._step is None or engine.step == self._step:
+            return  # not chosen, or a part of a batch that goes on
+        self.see_release({n: p.grad for n, p in engine.parameters.items() if p.grad is not None})
+
+    def _seen(self, released: Mapping[str, Tensor], release: Release | None) -> dict[str, Tensor] | None:
         """The gradients of the view, (V, *shape); None where there is no example in the batch to be seen."""
         engine, batch_size = self._engine, float(self._engine.sampling.batch_size)
         if self.view == "batch":
-            summed = release is None and engine.loss_reduction == "sum"
-            return {n: (g / batch_size if summed else g).unsqueeze(0) for n, g in self._gradients().items()}
+            summed = release is None and engine.settings.loss_reduction == "sum"
+            return {n: (g / batch_size if summed else g).unsqueeze(0) for n, g in released.items()}
         if not self._examples:
             return None
         seen = {n: torch.stack([e[n] for e in self._examples]) for n in self._examples[0]}
@@ -229,17 +230,17 @@ class Recorded:
 
 
 def read(path: Path) -> list[Recorded]:
-    """Every step in a folder that ``engine.capture`` wrote, in order; or the one step of a JSON file in it."""
+    """Every step in a folder that ``engine.record_gradients`` wrote, in order; or the one step of a JSON file in it."""
     if path.is_dir():
         files = sorted(path.glob("step-*.json"))
         if not files:
             raise DataError(
-                f"{path} holds no recorded step (step-*.json). Give a folder that engine.capture wrote, after training "
-                "has come to the steps that were chosen."
+                f"{path} holds no recorded step (step-*.json). Give a folder that engine.record_gradients wrote, after "
+                "training has come to the steps that were chosen."
             )
         return [_read_step(file) for file in files]
     if not path.exists():
-        raise DataError(f"{path} does not exist. Give the folder that engine.capture wrote.")
+        raise DataError(f"{path} does not exist. Give the folder that engine.record_gradients wrote.")
     return [_read_step(path.with_suffix(".json"))]
 
 
@@ -272,4 +273,4 @@ def _read_step(path: Path) -> Recorded:
     except FileNotFoundError as error:
         raise DataError(f"{error.filename} is missing: a recorded step is a JSON file and its tensors.") from None
     except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):
-        raise DataError(f"{path} is damaged: it is not what engine.capture wrote.") from None
+        raise DataError(f"{path} is damaged: it is not what engine.record_gradients wrote.") from None

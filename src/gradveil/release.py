@@ -1,7 +1,7 @@
 """One release per step: sensitivity, noise, and the record of both.
 
 The sums of clipped gradients go in, noised means come out, and one immutable :class:`Release` says
-exactly what was used. Nothing else in the project adds noise.
+exactly what was used. Nothing else in the project adds noise. In which order this happens is in engine/step.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from gradveil.randomness import NoiseSource, Shard
 from gradveil.ranks import Ranks
 from gradveil.records import Release, SideRelease
 from gradveil.strategies import Parameters
-from gradveil.updates import Steps
 
 # In fixed-variance mode sigma_t = varsigma / S_t; an all-zero batch would make it infinite.
 _SMALLEST_SENSITIVITY = 1e-12
@@ -94,65 +93,92 @@ def noise_scale(plan: Parameters, step: int, facts: StepFacts) -> NoiseScale:
     return NoiseScale(facts.bounds, sensitivity, sigma, tuple(sigma * s for s in sensitivity), rule.public)
 
 
-def release_gradients(
-    *,
-    step: int,
-    plan: Parameters,
-    rule: BoundRule,
-    groups: Sequence[Group],
-    parameters: Mapping[str, nn.Parameter],
-    harvest: Harvest,
-    noise: NoiseSource,
-    sampler: str,
-    sample_rate: float,
-    batch_size: float,
-    ranks: Ranks,
-    before: Callable[[Release], None] | None = None,
-    steps: Steps | None = None,
-) -> Release:
-    """Turn every ``.grad`` from a sum of clipped gradients into a noised mean, and say what was done.
+class Measured(NamedTuple):
+    """What a step will release, before any noise is added to its sums."""
 
-    Parameters without a gradient in this step count as zero and get noise like the others: which
-    parameters were used must not show. The normaliser is the public expected batch size.
+    scale: NoiseScale
+    side: tuple[SideRelease, ...]
+    release: Release
 
-    Over several ranks, each adds the noise of the parameters it owns before all are added up; where S is a function
-    of the batch the sum comes first, and all ranks add the same noise to it. ``harvest`` is of the whole batch.
 
-    ``parameters`` are in the order of the groups. ``before`` is told of the release before any noise is added;
-    ``steps`` are taken with it, where that can be.
+class Releaser:
+    """Turns sums of clipped gradients into noised means: how much noise, the record of it, and the noise itself.
+
+    The normaliser is the public expected batch size. Over several ranks, each adds the noise of the parameters it owns
+    before all are added up; where S is a function of the batch the sum comes first, and all ranks add the same noise.
     """
-    cut = is_sharded(next(iter(parameters.values())))  # added up over the ranks already, each of which holds a part
-    grads: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        grad = parameter.grad
-        if grad is None:
-            grad = parameter.grad = torch.zeros_like(parameter)
-        grads[name] = local(grad) if cut else grad
-    in_order = list(grads.values())
-    noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
-    owned = ranks.owned(in_order) if noise_first else slice(0, len(in_order))
-    if not (noise_first or cut):
-        ranks.add_up(in_order)
-    facts = StepFacts(rule.bounds(step), harvest, groups, grads, batch_size)
-    if cut:
-        facts = facts._replace(of_all=ranks.summed)
-    scale = noise_scale(plan, step, facts)
-    side = rule.side_releases(harvest, noise)
-    release = record(step, plan, scale, side=side, sampler=sampler, sample_rate=sample_rate, batch_size=batch_size)
-    if before is not None:
-        before(release)
-    stds = [std for group, std in zip(groups, scale.stds, strict=True) for _ in group.parameters]
-    if cut:
-        shards = [_shard(parameter) for parameter in parameters.values()]
-        noise.add_to_shards(in_order, stds, shards, divide_by=batch_size)
-    elif rule.whitening is None:
-        noise.add_to(in_order, stds, divide_by=batch_size, owned=owned, steps=steps)
-    else:
-        _whitened_noise(list(grads), in_order, stds, batch_size, noise, rule, owned)
-    if noise_first and not cut:
-        ranks.add_up(in_order)
-    rule.learn(side, grads, scale.sigma, batch_size)
-    return release
+
+    def __init__(
+        self,
+        *,
+        plan: Parameters,
+        rule: BoundRule,
+        groups: Sequence[Group],
+        parameters: Mapping[str, nn.Parameter],
+        sample_rate: float,
+        batch_size: float,
+        ranks: Ranks,
+    ) -> None:
+        """``parameters`` in the order of the groups, which is the order in which they get their noise."""
+        self.plan, self.rule, self.groups, self.parameters = plan, rule, groups, parameters
+        self.sample_rate, self.batch_size, self.ranks = sample_rate, batch_size, ranks
+        first = next(iter(parameters.values()))
+        self.device, self._sharded = first.device, is_sharded(first)
+        self._noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
+
+    def of_every_parameter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """In the order of the noise. A parameter without a sum counts as zero and gets noise like the others: which
+        parameters were used must not show.
+        """
+        return {n: sums[n] if n in sums else torch.zeros_like(p.detach()) for n, p in self.parameters.items()}
+
+    def measure(
+        self, step: int, sums: Mapping[str, Tensor], stats: Harvest, noise: NoiseSource, *, sampler: str
+    ) -> Measured:
+        """The scale of the noise and the record. ``stats`` is of the whole batch, over all ranks."""
+        if self._sharded:
+            sums = {name: local(total) for name, total in sums.items()}
+        elif not self._noise_first:
+            self.ranks.add_up(list(sums.values()))
+        facts = StepFacts(self.rule.bounds(step), stats, self.groups, sums, self.batch_size)
+        if self._sharded:
+            facts = facts._replace(of_all=self.ranks.summed)
+        scale = noise_scale(self.plan, step, facts)
+        side = self.rule.side_releases(stats, noise)
+        release = record(
+            step,
+            self.plan,
+            scale,
+            side=side,
+            sampler=sampler,
+            sample_rate=self.sample_rate,
+            batch_size=self.batch_size,
+            nonce=noise.nonce,
+        )
+        return Measured(scale, side, release)
+
+    @torch.no_grad()
+    def add_noise(self, sums: Mapping[str, Tensor], scale: NoiseScale, noise: NoiseSource) -> None:
+        """In place: sums of clipped gradients, over all ranks, become noised means."""
+        grads = [local(total) for total in sums.values()] if self._sharded else list(sums.values())
+        stds = [std for group, std in zip(self.groups, scale.stds, strict=True) for _ in group.parameters]
+        if self._sharded:
+            shards = [_shard(parameter) for parameter in self.parameters.values()]
+            noise.add_to_shards(grads, stds, shards, divide_by=self.batch_size)
+            return
+        owned = self.ranks.owned(grads) if self._noise_first else slice(0, len(grads))
+        if self.rule.whitening is None:
+            noise.add_to(grads, stds, divide_by=self.batch_size, owned=owned)
+        else:
+            _whitened_noise(list(sums), grads, stds, self.batch_size, noise, self.rule, owned)
+        if self._noise_first:
+            self.ranks.add_up(grads)
+
+    def learn(self, measured: Measured, noised: Mapping[str, Tensor]) -> None:
+        """Bounds adapt to what was released."""
+        if self._sharded:
+            noised = {name: local(grad) for name, grad in noised.items()}
+        self.rule.learn(measured.side, noised, measured.scale.sigma, self.batch_size)
 
 
 def _shard(parameter: nn.Parameter) -> Shard:
@@ -168,6 +194,7 @@ def record(
     sample_rate: float,
     batch_size: float,
     side: tuple[SideRelease, ...] = (),
+    nonce: str | None = None,
 ) -> Release:
     """The record of a step that was noised by ``scale``."""
     return Release(
@@ -182,6 +209,7 @@ def record(
         noise_std=scale.stds,
         scale_is_public=scale.public,
         side=side,
+        nonce=nonce,
     )
 
 

@@ -107,24 +107,27 @@ class Ticket:
 
 
 class _Batches(Sampler[list[int]]):
-    """The batch sampler behind a private loader; notes a ticket for each physical batch, in order."""
+    """The batch sampler behind a private loader; each iteration notes a ticket for each physical batch, in order."""
 
     def __init__(
         self, draw: Draw, span: Callable[[], range], physical: int | None, parts: Callable[[int], int] | None
     ) -> None:
         self.draw, self.span, self.physical, self.parts = draw, span, physical, parts
-        self.tickets: deque[Ticket] = deque()
+        self.tickets: deque[Ticket] = deque()  # of the newest iteration
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.tickets.clear()
-        for step in self.span():
+        self.tickets = deque()
+        return self._parts_of(self.span(), self.tickets)
+
+    def _parts_of(self, steps: range, tickets: deque[Ticket]) -> Iterator[list[int]]:
+        for step in steps:
             indices = self.draw(step).tolist()
             size = self.physical or max(len(indices), 1)
             count = max(1, -(-len(indices) // size))
             count = count if self.parts is None else self.parts(count)
             for start in range(0, count * size, size):
                 part = indices[start : start + size]
-                self.tickets.append(Ticket(step, len(indices), len(part), last=start + size >= count * size))
+                tickets.append(Ticket(step, len(indices), len(part), last=start + size >= count * size))
                 yield part
 
 
@@ -141,10 +144,10 @@ class _EmptyAwareCollate:
 
 
 class PrivateLoader:
-    """Iterates over the run's remaining steps; each pass starts at the engine's current step.
+    """Iterates over the run's remaining steps, or over an epoch's; each loop starts at the engine's current step.
 
-    One ``for`` loop is the whole run; ``itertools.islice(loader, k)`` takes the next k physical batches
-    and the next loop goes on from there. Workers, ``collate_fn`` and pinning are those of the user's loader.
+    ``itertools.islice(loader, k)`` takes the next k physical batches and the next loop goes on from there. Only the
+    newest loop may be used. Workers, ``collate_fn`` and pinning are those of the user's loader.
     """
 
     def __init__(
@@ -155,13 +158,16 @@ class PrivateLoader:
         draw: Draw,
         span: Callable[[], range],
         physical_batch_size: int | None = None,
-        start: Callable[[], None] | None = None,
+        start: Callable[[], int] | None = None,
         finish: Callable[[], None] | None = None,
-        hand_out: Callable[[Ticket], None] | None = None,
+        hand_out: Callable[[Ticket, int, Any], None] | None = None,
         like: DataLoader[Any] | None = None,
         parts: Callable[[int], int] | None = None,
     ) -> None:
-        """``parts``: from the parts that a batch has here to those that are handed out, of which the last are empty."""
+        """``start`` gives the number of a loop, with which ``hand_out`` is told of its batches.
+
+        ``parts``: from the parts that a batch has here to those that are handed out, of which the last are empty.
+        """
         if physical_batch_size is not None and (
             physical_batch_size < 1 or physical_batch_size != int(physical_batch_size)
         ):
@@ -198,24 +204,25 @@ class PrivateLoader:
             )
 
     def __len__(self) -> int:
-        """Logical batches left in the run."""
+        """Logical batches in the next loop: what is left of the run, or of the epoch."""
         return len(self._span())
 
     def __iter__(self) -> Iterator[Any]:
-        if self._start is not None:
-            self._start()
-        batches = iter(self._loader) if self._loader is not None else self._index_tensors()
+        loop = 0 if self._start is None else self._start()
+        batches = self._index_tensors(iter(self._batches)) if self._loader is None else iter(self._loader)
+        return self._handed_out(batches, self._batches.tickets, loop)
+
+    def _handed_out(self, batches: Iterator[Any], tickets: deque[Ticket], loop: int) -> Iterator[Any]:
         for batch in batches:
-            ticket = self._batches.tickets.popleft()
             if self._hand_out is not None:
-                self._hand_out(ticket)
+                self._hand_out(tickets.popleft(), loop, batch)
             yield batch
         if self._finish is not None:
             self._finish()
 
-    def _index_tensors(self) -> Iterator[list[torch.Tensor]]:
+    def _index_tensors(self, parts: Iterator[list[int]]) -> Iterator[list[torch.Tensor]]:
         assert self._tensors is not None
-        for indices in self._batches:
+        for indices in parts:
             picked = torch.tensor(indices, dtype=torch.int64)
             yield [t[picked.to(t.device)] for t in self._tensors]
 
@@ -231,6 +238,11 @@ class Source:
     @property
     def population(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def batches(self) -> int:
+        """In an epoch."""
+        return len(self.like) if self.like is not None else -(-self.population // self.batch_size)
 
 
 def source_of(data_loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> Source:

@@ -22,8 +22,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from gradveil import augment, checkpoints, data, features, models
 from gradveil import ranks as processes
-from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement
-from gradveil.captured import capture
+from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement_of
+from gradveil.captured import cuda_graph_step
 from gradveil.config import RunConfig, read_toml
 from gradveil.engine import PrivacyEngine
 from gradveil.environment import captures, environment
@@ -34,10 +34,10 @@ from gradveil.randomness import SecretKey
 from gradveil.ranks import joined
 from gradveil.recipes.average import AveragedModel
 from gradveil.recipes.target import sigma_for
-from gradveil.records import RunHeader
+from gradveil.records import why_unproved
 from gradveil.rundir import RunDirectory, write_whole
 from gradveil.sampling import PrivateLoader
-from gradveil.strategies import Parameters
+from gradveil.strategies import Parameters, parameters
 from gradveil.version import __version__
 
 
@@ -184,7 +184,7 @@ def _finished(run: RunDirectory, contents: Contents) -> Result:
         ended=contents.ended or "",
         budget_exhausted="more than the budget" in (contents.ended or ""),
         not_finite_examples=0,
-        statement=statement(contents.header, contents.charged()),
+        statement=statement_of(contents),
         noise_std_first=max(releases[0].noise_std) if releases else None,
         noise_std_last=max(releases[-1].noise_std) if releases else None,
         accuracy_unaveraged=looked[-1].get("accuracy_unaveraged") if looked else None,
@@ -237,14 +237,30 @@ class _Session:
         self.average = AveragedModel(self.model, config.average) if config.average else None
         self.optimizer = self._optimizer()
         if config.awaits_sigma:
-            assert config.epsilon is not None
-            found = sigma_for(
-                config.epsilon,
-                lambda sigma: self._dry_run(sigma=sigma, budget=None),
-                least=config.sigma_end or 0.0,
+            self.config = config.model_copy(update={"sigma": self._sigma(any_noise), "calibrated": True})
+        else:
+            self._dry_run()
+
+    def _sigma(self, any_noise: Mapping[str, Any]) -> float:
+        """The sigma that meets the target epsilon, from one dry run with any other."""
+        config = self.config
+        assert config.epsilon is not None
+        engine = self._dry_run(**{**any_noise, "budget": None})
+        settings = config.plan_settings()
+        sigma = sigma_for(
+            config.epsilon,
+            engine.header,
+            lambda sigma: parameters(**settings | {"sigma": sigma}),
+            groups=engine.groups,
+            options=config.options,
+            least=config.sigma_end or 0.0,
+        )
+        if config.budget is not None and config.budget < config.epsilon and engine.header.stopping == "private":
+            raise ConfigError(
+                f"the run is to stop early on private data, so all of epsilon = {config.epsilon:g} is charged, and the "
+                f"budget is {config.budget:g}. Leave the budget out, or ask for a smaller epsilon."
             )
-            self.config = config.model_copy(update={"sigma": found, "calibrated": True})
-        self._dry_run()
+        return sigma
 
     def _engine(self, **changes: Any) -> PrivacyEngine:
         config = self.config
@@ -284,12 +300,12 @@ class _Session:
         )
         return loader
 
-    def _dry_run(self, **changes: Any) -> RunHeader:
-        """What make_private checks (delta, batch size, groups), before anything is written; and the run's header."""
+    def _dry_run(self, **changes: Any) -> PrivacyEngine:
+        """What make_private checks (delta, batch size, groups), before anything is written."""
         engine = self._engine(**changes)
         self._make_private(engine, self.data.train)
         engine.detach()
-        return engine.header
+        return engine
 
     def _optimizer(self) -> torch.optim.Optimizer:
         c = self.config
@@ -318,7 +334,7 @@ class _Session:
             self._load(tensors, checkpoint.facts)
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
         if self.device.type == "cuda" and captures() and not plain_together:
-            self.take_step = capture(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
+            self.take_step = cuda_graph_step(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
 
     # ---- the loop
 
@@ -402,7 +418,7 @@ class _Session:
             seconds_per_step=seconds / taken,
             ended=ended,
             budget_exhausted=exhausted,
-            not_finite_examples=int(self.ranks.total([engine.not_finite_examples], total_loss)[0]),
+            not_finite_examples=int(self.ranks.total([engine.non_finite_examples], total_loss)[0]),
             statement=engine.statement(),
             noise_std_first=max(releases[0].noise_std) if releases else None,
             noise_std_last=max(releases[-1].noise_std) if releases else None,
@@ -415,7 +431,7 @@ class _Session:
         return target is not None and accuracy is not None and accuracy >= target
 
     def _batches(self, accuracy: float | None) -> Iterable[Any]:
-        return () if self._reached(accuracy) else self.loader
+        return () if self._reached(accuracy) or self.engine.step >= self.engine.plan.steps else self.loader
 
     def _seed_forward(self, step: int) -> None:
         """Dropout of a seeded run is a function of the step, like everything else."""
@@ -427,12 +443,17 @@ class _Session:
             torch.cuda.manual_seed(seed)
 
     def _epsilon_so_far(self) -> Epsilon | None:
-        """Quick enough to watch: proved by RDP (the statement's PLD is tighter), or as published where nothing is."""
+        """Of the steps taken, quick enough to watch: proved by RDP, or as published where nothing is proved.
+
+        The statement's PLD is tighter. A run that stops before its last declared step is charged for more than this.
+        """
         engine = self.engine
         if not engine.plan.strategy.is_private or not engine.releases:
             return None
         neighbours, _ = default_view(engine.header.sampling)
-        proved = proved_epsilon(engine.header, engine.releases, neighbours=neighbours, accountant="RDP").epsilon
+        proved = proved_epsilon(
+            engine.header, engine.releases, neighbours=neighbours, accountant="RDP", charge="taken"
+        ).epsilon
         if math.isfinite(proved):
             return Epsilon("proved (RDP)", proved)
         return Epsilon("as published", from_releases(engine.header, engine.releases)["MA"].epsilon)
@@ -497,15 +518,14 @@ class _Session:
 
 def _check_provable(config: RunConfig, plan: Parameters) -> None:
     """A target epsilon needs a strategy and a sampler that have one."""
-    if not plan.strategy.is_private:
-        why = f"strategy {config.strategy!r} adds no noise"
-    elif plan.strategy.guarantee != "proved" and not plan.fixed_variance:
-        why = f"strategy {config.strategy!r} scales its noise to the data, and no sigma makes that private"
-    elif config.sampling == "shuffle":
-        why = "shuffled batches have no proved epsilon"
-    else:
-        return
-    raise ConfigError(
-        f"epsilon = {config.epsilon:g} was asked for, but {why}. Choose a proved strategy (gradveil strategies lists "
-        "them) and Poisson sampling, or give sigma instead of epsilon."
+    why = why_unproved(
+        plan.strategy.guarantee,
+        fixed_variance=plan.fixed_variance,
+        sampling=config.sampling,
+        strategy=config.strategy,
     )
+    if why is not None:
+        raise ConfigError(
+            f"epsilon = {config.epsilon:g} was asked for, but {why}. Choose a proved strategy (gradveil strategies "
+            "lists them) and Poisson sampling, or give sigma instead of epsilon."
+        )

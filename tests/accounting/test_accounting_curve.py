@@ -94,12 +94,15 @@ def test_a_step_that_releases_nothing_costs_nothing() -> None:
         assert curve.epsilon[3] == proved_epsilon(header, releases, accountant=accountant).epsilon
 
 
-def test_stopping_on_private_data_has_spent_everything_from_the_start() -> None:
-    header, releases = make_run(taken=30, steps=200, stopping="private")
-    whole = proved_epsilon(header, releases, accountant="RDP").epsilon
-    assert proved_curve(header, releases).epsilon == pytest.approx(np.full(30, whole))
-    whole = proved_epsilon(header, releases).epsilon
-    assert proved_curve(header, releases, accountant="PLD", at=[1, 30]).epsilon.tolist() == [whole, whole]
+@pytest.mark.parametrize("stopping", ["none", "public", "private"])
+def test_the_curve_is_of_the_steps_taken_whatever_is_charged_in_the_end(stopping: str) -> None:
+    header, releases = make_run(taken=30, steps=200, stopping=stopping)
+    curve = proved_curve(header, releases)
+    for n in (1, 17, 30):
+        so_far = proved_epsilon(header, releases[:n], accountant="RDP", charge="taken").epsilon
+        assert curve.epsilon[n - 1] == pytest.approx(so_far, rel=1e-12)
+    charged = proved_epsilon(header, releases, accountant="RDP").epsilon
+    assert (charged > curve.epsilon[-1] * 1.5) == (stopping != "public")
 
 
 def test_nothing_proved_is_an_empty_curve_with_the_reason() -> None:

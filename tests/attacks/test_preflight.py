@@ -127,7 +127,7 @@ def test_the_model_is_left_as_it_is():
 
 
 def test_attacks_tell_an_undefended_model_from_a_defended_one():
-    report = inspect_model(mlp(), input_shape=SHAPE, clip=1.0, sigma=8.0, batch_size=16, seconds=3.0)
+    report = inspect_model(mlp(), input_shape=SHAPE, clip=1.0, sigma=8.0, batch_size=16, seconds=20.0)
     by_case = {}
     for t in report.tried:
         by_case.setdefault(t.seen, []).append(t)

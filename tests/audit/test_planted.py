@@ -12,7 +12,6 @@ from gradveil import audit
 from gradveil.clipping import clipper as clippers
 from gradveil.clipping.uses import Use, row_sq_norms
 from gradveil.clipping.weighing import Weighing
-from gradveil.parts import PhysicalParts
 from gradveil.randomness import NoiseSource
 from gradveil.records import Release
 
@@ -51,46 +50,43 @@ def test_noise_halved_under_flat_clipping(monkeypatch):
     assert found(setting(clipping="flat")).is_broken
 
 
+def clipped_to(monkeypatch, other):
+    """Other bounds than the engine set. Asked for them, the clipper states those, so that the engine cannot tell."""
+    set_bounds = Weighing.bounds.fset
+
+    def set_others(self, bounds):
+        self.stated = tuple(bounds)
+        set_bounds(self, other(self._bounds, self.stated))
+
+    monkeypatch.setattr(Weighing, "bounds", property(lambda self: self.stated, set_others))
+
+
 def test_clip_not_applied_to_one_layer(monkeypatch, healthy):
     assert not healthy.is_broken
-    whole = Weighing.bounds
-
-    def all_but_the_first(self, bounds):
-        whole.fset(self, (1e6, *bounds[1:]))
-
-    monkeypatch.setattr(Weighing, "bounds", whole.setter(all_but_the_first))
+    clipped_to(monkeypatch, lambda before, bounds: (1e6, *bounds[1:]))
     assert found(setting()).is_broken
 
 
 def test_noise_added_per_physical_batch_at_the_wrong_scale(monkeypatch):
-    """Each of k parts gets noise of std / k: together std / sqrt(k)."""
+    """Each of k parts gets noise of std / k, and their sum none: together std / sqrt(k)."""
     parts, made = 4, {"physical": 2, "examples": 8}
     assert not found(setting(**made)).is_broken
-    put_aside = PhysicalParts.put_aside
-    noise_scaled_by(monkeypatch, 1 / parts)
+    take_sums = clippers.Clipper.take_sums
+    noise_scaled_by(monkeypatch, 0.0)
     generator = torch.Generator().manual_seed(7)
 
-    def noised_part(self, parameters, *, weight=1.0):
-        parameters = list(parameters)
-        for parameter in parameters:
-            drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = parameter.grad + drawn / parts  # sigma C = 1
-        put_aside(self, parameters, weight=weight)
+    def noised_part(self):
+        sums = take_sums(self)
+        return {n: t + torch.randn(t.shape, generator=generator) / parts for n, t in sums.items()}  # sigma C = 1
 
-    monkeypatch.setattr(PhysicalParts, "put_aside", noised_part)
+    monkeypatch.setattr(clippers.Clipper, "take_sums", noised_part)
     assert found(setting(**made)).is_broken
 
 
 def test_a_clip_schedule_that_changes_the_noise_but_not_the_clip(monkeypatch):
     made = {"strategy": "dyn-s-decay", "clip_end": 0.25}
     assert not found(setting(**made), steps=1600).is_broken
-    set_bounds = Weighing.bounds
-
-    def never_moves(self, bounds):
-        if not self._bounds:
-            set_bounds.fset(self, bounds)
-
-    monkeypatch.setattr(Weighing, "bounds", set_bounds.setter(never_moves))
+    clipped_to(monkeypatch, lambda before, bounds: before or bounds)
     assert found(setting(**made), steps=1600).is_broken
 
 

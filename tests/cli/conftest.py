@@ -26,6 +26,14 @@ def _no_ambient_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _checks_of_the_first_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones come at steps that cannot be foreseen, and each is a line of the ledger."""
+    from gradveil.clipping.spot_checks import SpotChecks
+
+    monkeypatch.setattr(SpotChecks, "_chance", lambda self: 0.0)
+
+
 @pytest.fixture
 def gradveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Call the command line as its console script does."""

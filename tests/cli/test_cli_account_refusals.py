@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_cli_account_runs import write_run
 
-from gradveil.ledger import _body_text, _line
+from gradveil import _ledger_lines as lines
 
 ACCOUNT = {"--sigma": "6", "--sample-rate": "0.01", "--steps": "10", "--delta": "1e-5"}
 CALIBRATE = {"--epsilon": "1", "--sample-rate": "0.01", "--steps": "10", "--delta": "1e-5"}
@@ -111,13 +111,13 @@ def _of_nonsense(data: bytes) -> bytes:
     body = {"format_version": 1, "strategy": 7, "groups": [], "population": "many", "sampling": None}
     body |= {"sample_rate": "high", "expected_batch_size": None, "steps": "x", "delta": "small", "seeded": 1}
     body |= {"guarantee": "proved", "plan": {}, "stopping": "none"}
-    return _line(1, "header", _body_text(body), "0" * 64)[0].encode()
+    return lines.line(1, "header", lines.body_text(body), lines.GENESIS)[0].encode()
 
 
 def _of_delta_5(data: bytes) -> bytes:
     """A header that makes sense but for its delta."""
     body = json.loads(data.splitlines()[0])["body"] | {"delta": 5.0}
-    return _line(1, "header", _body_text(body), "0" * 64)[0].encode()
+    return lines.line(1, "header", lines.body_text(body), lines.GENESIS)[0].encode()
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {

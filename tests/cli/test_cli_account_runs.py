@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gradveil.ledger import Ledger
 from gradveil.records import Release, RunHeader
 from gradveil.schedules import Constant
@@ -122,7 +124,7 @@ def test_the_statement_says_all_that_a_reader_must_know(gradveil: Callable[..., 
         "Not covered: hyper-parameter search",
         "a seed that becomes known",
         "floating point",
-        "whoever knows the seed can take the noise off",
+        "anyone who knows the seed can subtract the noise",
     ):
         assert part in words, part
     assert 50 < success < 60
@@ -132,11 +134,15 @@ def test_the_statement_says_all_that_a_reader_must_know(gradveil: Callable[..., 
     assert data["paper_is_a_guarantee"] is False
 
 
-def test_a_half_written_line_is_counted(gradveil: Callable[..., Any], tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", releases=20)
+@pytest.mark.parametrize(("releases", "stopping"), [(20, "public"), (200, "none")])
+def test_a_half_written_line_is_counted(
+    releases: int, stopping: str, gradveil: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", releases=releases, stopping=stopping)
     whole = strict(gradveil("statement", run, "--json").out)
     with open(run / "ledger.jsonl", "a") as file:
-        file.write('{"n":22,"kind":"rel')
+        file.write(f'{{"n":{releases + 2},"kind":"rel')
+    assert whole["proved"]["steps_charged"] == releases
     torn = strict(gradveil("statement", run, "--json").out)
     assert torn["proved"]["steps_charged"] == whole["proved"]["steps_charged"] + 1
     assert torn["proved"]["epsilon"] > whole["proved"]["epsilon"]

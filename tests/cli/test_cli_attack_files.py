@@ -64,7 +64,7 @@ def captured(here: Path) -> Path:
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=TensorDataset(digits.x_train, digits.y_train), batch_size=3
     )
-    engine.capture("seen", steps=[0, 2])
+    engine.record_gradients("seen", steps=[0, 2])
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

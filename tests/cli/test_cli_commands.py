@@ -29,7 +29,7 @@ def _strict(text: str) -> Any:
 
 @pytest.fixture
 def run(gradveil: Callable[..., Any], tmp_path: Path) -> Path:
-    """A finished run of six steps: header, six releases, end."""
+    """A finished run of six steps: header, six releases, two checks, end."""
     assert gradveil("train", *SMALL, "--seed", SEED, "--run-dir", tmp_path / "run").code == 0
     return tmp_path / "run"
 
@@ -157,13 +157,17 @@ def test_a_configuration_file_that_is_none_exits_2(gradveil: Callable[..., Any],
 # ---- ledger
 
 
+LINES = ["header", *["check", "release"] * 2, *["release"] * 4, "end"]  # the first two batches are checked
+
+
 def test_ledger_verify_says_what_it_checked(gradveil: Callable[..., Any], run: Path) -> None:
     outcome = gradveil("ledger", "verify", run)
     assert outcome.code == 0
-    for word in ("ledger valid", "8 lines", "6 releases", "ended: finished"):
+    assert _kinds(run) == LINES
+    for word in ("ledger valid", f"{len(LINES)} lines", "6 releases", "ended: finished"):
         assert word in outcome.out
     found = _strict(gradveil("ledger", "verify", run, "--json").out)
-    assert (found["valid"], found["lines"], found["releases"]) == (True, 8, 6)
+    assert (found["valid"], found["lines"], found["releases"]) == (True, len(LINES), 6)
     assert gradveil("ledger", "verify", run / "ledger.jsonl").code == 0
 
 
@@ -171,11 +175,16 @@ def _lines(run: Path) -> list[bytes]:
     return (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
 
 
+def _kinds(run: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in _lines(run)]
+
+
 DAMAGE: dict[str, tuple[Callable[[list[bytes]], bytes], int]] = {
-    "a changed byte": (lambda x: b"".join([*x[:3], x[3].replace(b'"sigma":12.0', b'"sigma":22.0'), *x[4:]]), 4),
+    "a changed byte": (lambda x: b"".join([*x[:4], x[4].replace(b'"sigma":12.0', b'"sigma":22.0'), *x[5:]]), 5),
     "a changed byte of a hash": (lambda x: b"".join([*x[:5], x[5][:-5] + b"zz" + x[5][-3:], *x[6:]]), 6),
     "a changed exponent": (lambda x: b"".join([x[0].replace(b"1e-05", b"1e905"), *x[1:]]), 1),
-    "a number that is none": (lambda x: b"".join([*x[:3], x[3].replace(b":12.0", b":NaN"), *x[4:]]), 4),
+    "a number that is none": (lambda x: b"".join([*x[:4], x[4].replace(b":12.0", b":NaN"), *x[5:]]), 5),
+    "a check that was not made": (lambda x: b"".join([*x[:3], x[3].replace(b"true", b"false"), *x[4:]]), 4),
     "a missing line": (lambda x: b"".join([*x[:2], *x[3:]]), 3),
     "swapped lines": (lambda x: b"".join([*x[:2], x[3], x[2], *x[4:]]), 3),
     "a doubled line": (lambda x: b"".join([*x[:3], x[2], *x[3:]]), 4),
@@ -207,7 +216,7 @@ def test_a_ledger_written_anew_exits_4(gradveil: Callable[..., Any], run: Path, 
     (run / "ledger.jsonl").write_bytes((tmp_path / "other" / "ledger.jsonl").read_bytes())
     outcome = gradveil("ledger", "verify", run)
     assert outcome.code == 4
-    for word in ("line 7", "step-00000006.json", "written anew"):
+    for word in (f"line {len(LINES) - 1}", "step-00000006.json", "written anew"):
         assert word in outcome.message
 
 
@@ -218,7 +227,7 @@ def test_a_half_written_last_line_is_recognised_counted_and_repaired_on_resume(
     (run / "ledger.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:25])
     outcome = gradveil("ledger", "verify", run)
     assert outcome.code == 0
-    for word in ("line 8 is half-written", "counts as one release spent", "resuming"):
+    for word in (f"line {len(LINES)} is half-written", "counts as one release spent", "resuming"):
         assert word in " ".join(outcome.out.split())
     assert _strict(gradveil("ledger", "verify", run, "--json").out)["half_written_last_line"] is True
     resumed = gradveil("train", "--resume", run, "--json")

@@ -373,6 +373,15 @@ def test_batchnorm_is_refused_with_what_to_use_instead(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_ledger_that_is_refused_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    _make_private(run_dir=tmp_path / "run")
+    model = nn.Linear(4, 3)
+    with pytest.raises(GradveilError, match=r"sigma|plan"):
+        _make_private(model, run_dir=tmp_path / "run", resume=True, sigma=3.0)
+    assert "forward" not in vars(model) and not model._forward_hooks and not model._forward_pre_hooks
+    _make_private(model, run_dir=tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -122,7 +122,7 @@ def test_a_parameter_used_outside_its_module_is_refused():
         model = Leaky()
         clipper = attach(model, clipping)
         with pytest.raises(PrivacyViolation, match=r"'layer.weight' got a gradient from a use outside"):
-            model(torch.randn(5, 4)).sum().backward()
+            model(torch.randn(5, 4)).mean().backward()
         clipper.detach()
 
 
@@ -130,7 +130,7 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused():
     model = nn.Linear(4, 3)
     clipper = attach(model)
     with pytest.raises(PrivacyViolation, match="weight_decay"):
-        (model(torch.randn(5, 4)).sum() + model.weight.square().sum()).backward()
+        (model(torch.randn(5, 4)).mean() + model.weight.square().sum()).backward()
     clipper.detach()
 
 
@@ -139,9 +139,9 @@ def test_the_same_pass_differentiated_twice_is_refused():
     for clipping in ("per-layer", "flat"):
         clipper = attach(model, clipping)
         out = model(torch.randn(5, 4))
-        out.sum().backward(retain_graph=True)
+        out.mean().backward(retain_graph=True)
         with pytest.raises(PrivacyViolation, match="twice"):
-            out.square().sum().backward()
+            out.square().mean().backward()
         clipper.detach()
 
 
@@ -187,23 +187,24 @@ def test_a_loss_that_mixes_examples_is_refused(loss):
     clipper.detach()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
     "loss",
     [
         F.cross_entropy,
-        lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1),
-        lambda out, y: F.mse_loss(out, F.one_hot(y, 3).float()),
-        lambda out, y: F.l1_loss(out, F.one_hot(y, 3).float()),
-        lambda out, y: F.nll_loss(F.log_softmax(out, 1), y, reduction="sum"),
-        lambda out, y: out.sum(),
-        lambda out, y: F.multi_margin_loss(out, y),
+        lambda out, y, reduction: F.cross_entropy(out, y, label_smoothing=0.1, reduction=reduction),
+        lambda out, y, reduction: F.mse_loss(out, F.one_hot(y, 3).float(), reduction=reduction),
+        lambda out, y, reduction: F.l1_loss(out, F.one_hot(y, 3).float(), reduction=reduction),
+        lambda out, y, reduction: F.nll_loss(F.log_softmax(out, 1), y, reduction=reduction),
+        lambda out, y, reduction: getattr(out, reduction)(),
+        F.multi_margin_loss,
     ],
 )
-def test_ordinary_losses_pass(loss):
+def test_ordinary_losses_pass(loss, reduction):
     model = nn.Linear(4, 3)
-    clipper = attach(model)
+    clipper = attach(model, reduction=reduction)
     for _ in range(2):
-        loss(model(torch.randn(5, 4)), torch.randint(0, 3, (5,))).backward()
+        loss(model(torch.randn(5, 4)), torch.randint(0, 3, (5,)), reduction=reduction).backward()
     clipper.detach()
 
 
@@ -261,7 +262,7 @@ def test_fix_replaces_batch_norms_and_leaves_the_users_model_alone():
     assert isinstance(fixed[2][1], nn.GroupNorm)
     assert torch.equal(fixed[0].weight, model[0].weight)
     clipper = attach(fixed)
-    fixed(torch.randn(3, 1, 8, 8)).sum().backward()
+    fixed(torch.randn(3, 1, 8, 8)).mean().backward()
     clipper.detach()
 
 
@@ -312,7 +313,7 @@ def test_detach_leaves_no_trace():
     before = {m: set(vars(m)) for m in model.modules()}
     clipper = attach(model)
     keys = list(model.state_dict())
-    model(torch.randn(2, 1, 5, 5)).sum().backward()
+    model(torch.randn(2, 1, 5, 5)).mean().backward()
     assert list(model.state_dict()) == keys
     clipper.detach()
     for m in model.modules():

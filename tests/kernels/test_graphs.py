@@ -63,7 +63,7 @@ def train_captured(strategy, seed=None):
     engine = gradveil.PrivacyEngine(strategy=strategy, steps=12, clip=1.0, sigma=1.0, delta=1e-5, seed=seed)
     plain = torch.utils.data.DataLoader(data, batch_size=16)
     _, _, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=plain)
-    step = gradveil.capture(engine, nn.functional.cross_entropy)
+    step = gradveil.cuda_graph_step(engine, nn.functional.cross_entropy)
     step.itself = step
     for x, y in loader:
         assert torch.isfinite(step(x, y))

@@ -105,7 +105,7 @@ def trained(strategy: str, *, steps: int = 50, wrap: str = "none", physical: int
         taken.setdefault(step, []).extend(data.taken)
         data.taken.clear()
         optimizer.zero_grad()
-        x, y = with_views(x, y, engine.views)
+        x, y = with_views(x, y, engine.settings.views)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     inner = engine.module

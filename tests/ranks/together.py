@@ -56,7 +56,9 @@ class Wrapped(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        # transformers 5 has another name for it, and warns of the older one.
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.model(input_ids=x).logits
@@ -112,8 +114,8 @@ def together(way: str, name: str, clipping: str, bf16: bool) -> Any:
         nonlocal recomputed
         recomputed += torch._C._current_graph_task_id() != -1  # called in a backward pass
 
-    for block in blocks:
-        block.register_forward_pre_hook(note)
+    for block in blocks:  # inside it: a checkpoint may leave the block's own hooks outside
+        next(m for m in block.modules() if not list(m.children())).register_forward_pre_hook(note)
     before = [whole(p.detach()).clone() for p in plain.parameters()]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     generator = torch.Generator().manual_seed(0)

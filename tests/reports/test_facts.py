@@ -11,7 +11,7 @@ import pytest
 from gradveil.errors import RunDirectoryError
 from gradveil.reports.comparison import HEADINGS, brief, row_of, shown
 from gradveil.reports.facts import read_run
-from small_runs import damaged, trained, with_attack
+from small_runs import damaged, interrupted, trained, with_attack
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,7 @@ def test_a_finished_run(run):
 
 
 def test_a_run_that_was_interrupted(run):
-    ledger = run / "ledger.jsonl"
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:4]))
+    interrupted(run, after=3)
     for checkpoint in (run / "checkpoints").iterdir():
         checkpoint.unlink()
     facts = read_run(run)

@@ -1,6 +1,7 @@
 """From the records of a run to its epsilons. Three of them, never merged: proved, published, audited."""
 
 from gradveil.accounting._checks import check_delta
+from gradveil.accounting._compose import default_view
 from gradveil.accounting.budget import affordable_steps, paper_affordable_steps
 from gradveil.accounting.calibrate import (
     Calibrated,
@@ -12,6 +13,7 @@ from gradveil.accounting.calibrate import (
 )
 from gradveil.accounting.curve import Curve, planned_curve, proved_curve
 from gradveil.accounting.paper import PaperEpsilon, at_total_delta, from_releases, paper_curve, paper_epsilons
+from gradveil.accounting.plan import calibrate_plan
 from gradveil.accounting.planned import (
     Setting,
     all_views,
@@ -20,7 +22,7 @@ from gradveil.accounting.planned import (
     sigma_schedule,
     sigmas_of,
 )
-from gradveil.accounting.proved import ProvedEpsilon, default_view, proved_epsilon
+from gradveil.accounting.proved import ProvedEpsilon, proved_epsilon
 from gradveil.accounting.rero import (
     ReconstructionBound,
     check_kappa,
@@ -29,7 +31,7 @@ from gradveil.accounting.rero import (
     reconstruction_bound,
     reconstruction_json,
 )
-from gradveil.accounting.statement import Statement, is_noised, statement
+from gradveil.accounting.statement import Statement, is_noised, statement, statement_of
 from gradveil.accounting.view import BudgetView, budget_view
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "at_total_delta",
     "budget_view",
     "calibrate_decay",
+    "calibrate_plan",
     "calibrate_sigma",
     "calibrate_steps",
     "check_delta",
@@ -70,4 +73,5 @@ __all__ = [
     "sigmas_of",
     "spent_by",
     "statement",
+    "statement_of",
 ]

@@ -1,14 +1,29 @@
-"""Which steps a run is charged for, and at which noise multiplier. Reads the records, nothing else."""
+"""Which steps a run is charged for, and at which noise multiplier. Reads the records, nothing else.
+
+Whoever runs a loop sees released values (weights, and metrics computed from them) and may stop because of them. The
+number of steps is then a released value too, and the epsilon of the steps taken does not hold; that of all steps the
+run could have taken does, because what was released is a function of what they would have released. So a run is
+charged for every step it declared, taken or not, with two exceptions:
+
+- nothing was released: there was nothing to stop because of, and nothing is charged;
+- the run declared stopping="public": when it stops is decided without looking at anything computed from the private
+  data. It is charged for the steps taken.
+
+A run held to a budget (``plan["budget"]``) ends at the step the budget affords, which follows from public records: no
+step after that one could have been taken, and none is charged.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from gradveil.accounting._compose import SAMPLERS, Charge
+from gradveil.accounting._affordable import affordable
+from gradveil.accounting._compose import SAMPLERS, Charge, default_view, why_no_bound
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism
 from gradveil.errors import ConfigError
-from gradveil.records import Release, RunHeader
+from gradveil.records import Release, RunHeader, planned_multiplier, why_unproved
 from gradveil.schedules import from_dict
 
 _STOPPINGS = ("none", "public", "private")
@@ -40,27 +55,34 @@ def check_header(header: RunHeader) -> None:
         if value not in known:
             raise Unbounded(f"the {what} {value!r} in the records is not known (known: {', '.join(known)})")
     if header.guarantee == "none":
-        raise Unbounded(f"strategy {header.strategy!r} is not private: it adds no noise")
+        check_provable(header)
     _check_rate(header.sample_rate, header.expected_batch_size, header.population, "the header")
 
 
 def check_provable(header: RunHeader) -> None:
-    """Raises ``Unbounded`` where a step of this strategy has no finite epsilon."""
-    if header.guarantee != "proved" and not header.plan.get("fixed_variance"):
-        raise Unbounded(f"strategy {header.strategy!r} scales its noise to the data, for which nothing is proved")
+    """Raises ``Unbounded`` where a step of this strategy has no finite epsilon, however it was sampled."""
+    fixed_variance = bool(header.plan.get("fixed_variance"))
+    if (why := why_unproved(header.guarantee, fixed_variance=fixed_variance, strategy=header.strategy)) is not None:
+        raise Unbounded(why)
 
 
-def _mechanism(header: RunHeader, sampler: str, rate: float, batch_size: float) -> Mechanism:
+def mechanism_of(sampler: str, *, rate: float, batch_size: float, population: int) -> Mechanism:
+    """How a step drew its batch, as accounting sees it."""
     if sampler not in FIXED_SIZE:
         # A sampler without a bound has no rate worth keeping: it has no bound at any.
         return Mechanism(sampler=sampler, rate=rate if sampler == "poisson" else 1.0)
     whole = round(batch_size) if math.isfinite(batch_size) and abs(batch_size - round(batch_size)) < 1e-6 else 0
-    return Mechanism(sampler=sampler, rate=rate, batch_size=whole, population=header.population)
+    return Mechanism(sampler=sampler, rate=rate, batch_size=whole, population=population)
 
 
 def planned_mechanism(header: RunHeader) -> Mechanism:
     """The sampling that the header declares for steps not yet taken."""
-    return _mechanism(header, header.sampling, header.sample_rate, header.expected_batch_size)
+    return mechanism_of(
+        header.sampling,
+        rate=header.sample_rate,
+        batch_size=header.expected_batch_size,
+        population=header.population,
+    )
 
 
 def _check_scale(header: RunHeader, release: Release) -> None:
@@ -111,12 +133,14 @@ def release_charges(header: RunHeader, releases: Iterable[Release]) -> list[Char
                     f"{whose} has sample rate {release.sample_rate!r}, but the header declares "
                     f"{header.sample_rate!r}, so the records do not describe the sampling"
                 )
-        charges.append((_mechanism(header, release.sampler, release.sample_rate, release.expected_batch_size), z))
+        mechanism = mechanism_of(
+            release.sampler,
+            rate=release.sample_rate,
+            batch_size=release.expected_batch_size,
+            population=header.population,
+        )
+        charges.append((mechanism, z))
     return charges
-
-
-def _side_inverse_square(release: Release) -> float:
-    return sum((s.sensitivity / s.noise_std) ** 2 if s.noise_std > 0 else math.inf for s in release.side)
 
 
 def _planned_side(header: RunHeader, releases: Sequence[Release]) -> float:
@@ -124,63 +148,111 @@ def _planned_side(header: RunHeader, releases: Sequence[Release]) -> float:
     planned = float(header.plan.get("side_inverse_square", 0.0))
     if not (planned >= 0 and math.isfinite(planned)):
         raise ValueError(f"its side_inverse_square is {planned!r}")
-    return max([planned, *map(_side_inverse_square, releases)])
+    return max([planned, *(release.side_inverse_square for release in releases)])
 
 
-def _missing_multiplier(header: RunHeader, step: int, side: float, sigma: float, clip: float) -> float:
-    groups = len(header.groups)
-    if header.plan.get("fixed_variance"):
-        inverse_square = groups * (clip / float(header.plan["varsigma"])) ** 2
-    else:
-        inverse_square = groups / sigma**2
-    z = 1.0 / math.sqrt(inverse_square + side)
-    if not (z > 0 and math.isfinite(z)):
-        raise ValueError(f"its noise multiplier at step {step} is {z!r}")
-    return checked_multiplier(z, step)
+def remaining_steps(header: RunHeader, releases: Sequence[Release]) -> list[int]:
+    """The declared steps that the run, were it to go on, would still take: those after its latest release.
 
-
-def declared_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:
-    """Charges for the declared steps that were not taken, from the plan (stopping on private data)."""
-    missing = sorted(set(range(header.steps)) - {release.step for release in releases})
-    if not missing:
+    A run that went back to a checkpoint takes the steps after it again. Steps that were left out count too: the
+    engine leaves out none. Empty where nothing was released.
+    """
+    if not releases:
         return []
+    taken, latest = {release.step for release in releases}, releases[-1].step
+    return [t for t in range(header.steps) if t > latest or t not in taken]
+
+
+def _planned_charges(header: RunHeader, releases: Sequence[Release], steps: Sequence[int]) -> list[Charge]:
+    """Charges for steps that were not taken, as the header's plan would have noised them."""
     fixed = bool(header.plan.get("fixed_variance"))
+    side = _planned_side(header, releases)
+    varsigma = float(header.plan["varsigma"]) if fixed else None
+    clip_at = from_dict(header.plan["clip"]) if fixed else None
+    sigma_at = None if fixed else from_dict(header.plan["sigma"])
+    mechanism = planned_mechanism(header)
+    charges: list[Charge] = []
+    for t in steps:
+        z = planned_multiplier(
+            groups=len(header.groups),
+            sigma=sigma_at(t) if sigma_at else math.nan,
+            clip=clip_at(t) if clip_at else math.nan,
+            varsigma=varsigma,
+            side_inverse_square=side,
+        )
+        if not math.isfinite(z):
+            raise ValueError(f"its noise multiplier at step {t} is {z!r}")
+        charges.append((mechanism, checked_multiplier(z, t)))
+    return charges
+
+
+def remaining_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:
+    """Charges for the declared steps that were not taken. Raises ``Unbounded`` where the plan does not give them."""
+    steps = remaining_steps(header, releases)
+    if not steps:
+        return []
+    why = f"all {header.steps} declared steps are charged, because training may have stopped on released values"
     try:
         check_provable(header)
-        side = _planned_side(header, releases)
-        clip_at = from_dict(header.plan["clip"]) if fixed else None
-        sigma_at = None if fixed else from_dict(header.plan["sigma"])
-        mechanism = planned_mechanism(header)
-        return [
-            (
-                mechanism,
-                _missing_multiplier(
-                    header,
-                    t,
-                    side,
-                    sigma_at(t) if sigma_at else math.nan,
-                    clip_at(t) if clip_at else math.nan,
-                ),
-            )
-            for t in missing
-        ]
+        return _planned_charges(header, releases, steps)
     except Unbounded as error:
-        raise Unbounded(
-            f"{error}; the run stops on private data, so all of its {header.steps} declared steps are charged"
-        ) from None
+        raise Unbounded(f"{error}; {why}") from None
     except (ArithmeticError, ConfigError, KeyError, TypeError, ValueError) as error:
         raise Unbounded(
-            f"the run stops on private data, so all {header.steps} declared steps are charged, but its plan "
-            f"does not say how the {len(missing)} steps not taken would have been noised ({error})"
+            f"{why}, but the plan does not say how the {len(steps)} steps not taken would have been noised ({error})"
         ) from None
 
 
-def run_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:
-    """Every step the run is charged for. Raises ``Unbounded`` where none of it has a finite epsilon."""
+def budget_of(header: RunHeader) -> float | None:
+    """The proved epsilon that the run is held to; None where it has no budget, or one that is no number."""
+    budget = header.plan.get("budget")
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
+        return None
+    return float(budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charged:
+    """What a run is charged for: the releases it made, and steps that it declared and did not take.
+
+    ``by_budget``: not all of those steps are charged, because the run's budget affords no more of them.
+    """
+
+    taken: list[Charge]
+    remaining: list[Charge]
+    by_budget: bool = False
+
+    @property
+    def charges(self) -> list[Charge]:
+        return [*self.taken, *self.remaining]
+
+
+def taken_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:
+    """What was released so far, and nothing else. Raises ``Unbounded`` where it has no finite epsilon."""
     check_header(header)
     charges = release_charges(header, releases)
     if charges:
         check_provable(header)
-    if header.stopping == "private":
-        charges += declared_charges(header, releases)
     return charges
+
+
+def run_charges(header: RunHeader, releases: Sequence[Release]) -> Charged:
+    """Every step the run is charged for. Raises ``Unbounded`` where none of it has a finite epsilon.
+
+    A budget is counted as the engine counts it: at the header's delta, under the view that the statement leads with.
+    What was released is charged even where it is over the budget.
+    """
+    taken = taken_charges(header, releases)
+    if not taken or header.stopping == "public":
+        return Charged(taken=taken, remaining=[])
+    remaining = remaining_charges(header, releases)
+    budget = budget_of(header)
+    if budget is None or not remaining or not 0 < header.delta < 1:
+        return Charged(taken=taken, remaining=remaining)
+    neighbours, accountant = default_view(header.sampling)
+    if any(why_no_bound(m, neighbours, accountant) for m in dict.fromkeys(m for m, _ in (*taken, *remaining))):
+        return Charged(taken=taken, remaining=remaining)  # no budget was ever held to: the guard needs a bound
+    count = affordable(
+        taken, remaining, budget=budget, delta=header.delta, neighbours=neighbours, accountant=accountant
+    )
+    return Charged(taken=taken, remaining=remaining[:count], by_budget=count < len(remaining))

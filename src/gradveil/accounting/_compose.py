@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -19,24 +20,24 @@ from gradveil.accounting._renyi import (
     tight_epsilon,
 )
 from gradveil.errors import UnknownNameError
+from gradveil.records import UNPROVED_SAMPLINGS
 
 Neighbours = Literal["add-remove", "replace-one"]
 Accountant = Literal["PLD", "RDP"]
 Charge = tuple[Mechanism, float]
 
 _ROUGH_ORDERS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
-_NO_BOUND = {
-    "shuffle": (
-        "batches were cut from a shuffled data set: their examples are not drawn independently of earlier "
-        "batches, and no amplification by sampling is proved for that. Use Poisson sampling"
-    ),
-    "unknown": (
-        "at least one batch did not come from gradveil's own sampler, so the chance with which an example is "
-        "in it is not known. Let the engine draw the batches"
-    ),
-}
 
-SAMPLERS = ("poisson", "full", *FIXED_SIZE, *_NO_BOUND)
+SAMPLERS = ("poisson", "full", *FIXED_SIZE, *UNPROVED_SAMPLINGS)
+
+
+def default_view(sampler: str) -> tuple[Neighbours, Accountant]:
+    """The neighbours and the accountant that a statement leads with.
+
+    >>> default_view("poisson"), default_view("without-replacement")
+    (('add-remove', 'PLD'), ('replace-one', 'PLD'))
+    """
+    return ("replace-one", "PLD") if sampler in FIXED_SIZE else ("add-remove", "PLD")
 
 
 def check_view(neighbours: str, accountant: str) -> None:
@@ -50,8 +51,8 @@ def check_view(neighbours: str, accountant: str) -> None:
 def why_no_bound(mechanism: Mechanism, neighbours: Neighbours, accountant: Accountant) -> str | None:
     """Why this sampler has no finite bound under these neighbours and this accountant; None if it has."""
     sampler = mechanism.sampler
-    if sampler in _NO_BOUND:
-        return _NO_BOUND[sampler]
+    if sampler in UNPROVED_SAMPLINGS:
+        return UNPROVED_SAMPLINGS[sampler]
     if sampler in ("poisson", "full"):
         return None
     if sampler not in FIXED_SIZE:
@@ -111,12 +112,17 @@ def composed_epsilon(
             return math.inf
     if not charges:
         return 0.0
+    limits = {} if accountant == "PLD" else renyi_steps(dict.fromkeys(m for m, _ in charges), neighbours)[2]
+    return _parts_epsilon(parts_of(charges, **limits), delta, neighbours, accountant)
+
+
+@lru_cache(maxsize=64)  # a statement, and the search for what a budget affords, ask for the same ones again
+def _parts_epsilon(parts: tuple[Part, ...], delta: float, neighbours: Neighbours, accountant: Accountant) -> float:
     if accountant == "PLD":
-        parts, replace = parts_of(charges), neighbours == "replace-one"
+        replace = neighbours == "replace-one"
         size = rough_epsilon(parts, replace=replace, delta=delta)
         return pld_epsilon(parts, replace=replace, delta=delta, size=size)
-    orders, rdp_of, limits = renyi_steps(dict.fromkeys(m for m, _ in charges), neighbours)
-    parts = parts_of(charges, **limits)
+    orders, rdp_of, _ = renyi_steps(dict.fromkeys(m for m, _, _ in parts), neighbours)
     total = np.zeros(len(orders))
     for mechanism, z, count in parts:
         total = total + count * rdp_of(mechanism, z)

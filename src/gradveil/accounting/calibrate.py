@@ -7,10 +7,11 @@ with the paper: which decay from sigma_0 = 15 spends what sigma = 6 spends over 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradveil.accounting._affordable import largest
 from gradveil.accounting._charges import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, Unbounded
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
@@ -18,18 +19,18 @@ from gradveil.accounting._compose import (
     Neighbours,
     check_view,
     composed_epsilon,
+    default_view,
     usable_accountant,
     why_no_bound,
 )
-from gradveil.accounting.budget import largest
+from gradveil.accounting._search import meet
 from gradveil.accounting.paper import METHODS, paper_curve
 from gradveil.accounting.planned import Setting, check_steps, sigma_schedule, sigmas_of
-from gradveil.accounting.proved import default_view
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.schedules import Schedule
 
 ACCOUNTANTS = ("PLD", "RDP", *METHODS)
-TOLERANCE = 0.002  # how far below the target a result may lie, where sigma is free
+TOLERANCE = 0.002  # how far below the target a result may be, relative, where sigma is free
 _MOST_STEPS = 1_000_000
 
 
@@ -137,46 +138,6 @@ class _Spending:
         )
 
 
-def _meet(epsilon_of: Callable[[float], float], target: float, *, guess: float, low: float, high: float) -> float:
-    """x in [low, high] with epsilon_of(x) at most ``target`` and within the tolerance, epsilon_of falling in x.
-
-    Interpolates log epsilon over log x, which is nearly a line, and bisects where that does not help. Refuses
-    a target that is not between the two ends' epsilons.
-    """
-    aim = target * (1 - TOLERANCE / 2)
-    over: tuple[float, float] | None = None
-    under: tuple[float, float] | None = None
-    x, width = min(max(guess, low), high), math.inf
-    for _ in range(200):
-        value = epsilon_of(x)
-        if value <= target:
-            under = (x, value)
-            if value >= target * (1 - TOLERANCE):
-                return x
-        else:
-            over = (x, value)
-        if over is None or under is None:
-            if x == (high if under is None else low):
-                raise ConfigError(
-                    f"epsilon {target:g} is out of reach: at {x:g}, the {'most' if under is None else 'least'} noise "
-                    f"that this search allows, {value:g} is spent. Change the target, the steps, the sample rate, or "
-                    "the noise of what is released beside the gradient."
-                )
-            factor = value / aim if 0 < value < math.inf else (0.25 if value == 0 else 4.0)
-            step = min(max(factor, 1.02), 4.0) if under is None else max(min(factor, 0.98), 0.25)
-            x = min(max(x * step, low), high)
-            continue
-        gap = math.log(under[0] / over[0])
-        if gap < 1e-12:
-            return under[0]
-        share = 0.5
-        if gap < 0.7 * width and under[1] > 0 and math.isfinite(over[1]):
-            share = math.log(over[1] / aim) / math.log(over[1] / under[1])
-        width = gap
-        x = over[0] * math.exp(gap * min(max(share, 0.02), 0.98))
-    return under[0] if under is not None else high
-
-
 def calibrate_sigma(
     target: Target,
     setting: Setting,
@@ -204,12 +165,13 @@ def calibrate_sigma(
 
     schedule_of(end or 1.0)  # refuses a decay that makes no sense, in its own words
     rough = setting.sample_rate * math.sqrt(steps * 2 * math.log(1 / target.delta)) / target.epsilon
-    sigma = _meet(
+    sigma = meet(
         lambda s: spent(sigmas_of(schedule_of(s), steps)),
         target.epsilon,
         guess=root * (0.5 + rough) * (1.0 if decay is None else 1.5),
         low=max(end or 0.0, SMALLEST_MULTIPLIER * root),
         high=LARGEST_MULTIPLIER * root,
+        tolerance=TOLERANCE,
     )
     schedule = schedule_of(sigma)
     return spent.result(schedule, steps, spent(sigmas_of(schedule, steps)))
@@ -238,12 +200,13 @@ def calibrate_decay(
         )
     end = sigma
     if constant < target.epsilon * (1 - TOLERANCE):
-        end = _meet(
+        end = meet(
             lambda e: spent(sigmas(e)),
             target.epsilon,
             guess=0.3 * sigma,
             low=min(sigma, SMALLEST_MULTIPLIER),
             high=sigma,
+            tolerance=TOLERANCE,
         )
     schedule = sigma_schedule(sigma, steps=steps, decay=decay, end=end)
     return spent.result(schedule, steps, spent(sigmas_of(schedule, steps)))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradveil.accounting._cells import cell_index
-from gradveil.accounting._charges import Unbounded, release_charges, run_charges
+from gradveil.accounting._charges import Unbounded, release_charges, taken_charges
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
     Accountant,
@@ -135,16 +135,17 @@ def proved_curve(
     accountant: Accountant = "RDP",
     at: Sequence[int] | None = None,
 ) -> Curve:
-    """The same for a run. One that stops on private data has spent its declared steps from the first on."""
+    """The same for a run: what was spent by each of its releases, had it been fixed in advance to stop there.
+
+    A run that did stop early may be charged for more: its proved epsilon is that of the statement
+    (:func:`~gradveil.accounting.proved.proved_epsilon`), not the last value here.
+    """
     check_view(neighbours, accountant)
     delta = check_delta(header.delta if delta is None else delta)
 
     def charged() -> tuple[Sequence[Charge], Sequence[int]]:
-        charges = run_charges(header, releases)
-        if header.stopping == "private":
-            return charges, [len(charges)] * len(releases)
         # A release that holds nothing is a step, but no charge.
         ends = np.cumsum([len(release_charges(header, [release])) for release in releases])
-        return charges, ends.tolist()
+        return taken_charges(header, releases), ends.tolist()
 
     return _curve(charged, len(releases), at=at, delta=delta, neighbours=neighbours, accountant=accountant)

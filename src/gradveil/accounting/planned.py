@@ -19,6 +19,7 @@ from gradveil.accounting._compose import SAMPLERS, Accountant, Charge, Neighbour
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism
 from gradveil.accounting.proved import ProvedEpsilon, assumptions, bound
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.records import noise_multiplier
 from gradveil.schedules import Constant, Schedule
 
 MOST_STEPS = 10_000_000
@@ -79,9 +80,9 @@ class Setting:
 
     def multiplier(self, sigma: float) -> float:
         """Noise of a whole release relative to what one example moves it by, where each layer's is ``sigma``."""
-        if self.count_noise is None:
-            return sigma / math.sqrt(self.layers)
-        return 1.0 / (math.sqrt(self.layers) * math.hypot(1.0 / sigma, 0.5 / self.count_noise)) if sigma else 0.0
+        root = math.sqrt(self.layers)
+        counts = [] if self.count_noise is None else [(root / 2, self.count_noise)]
+        return noise_multiplier([(root, sigma), *counts])
 
 
 def check_steps(steps: int) -> int:

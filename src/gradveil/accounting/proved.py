@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from gradveil.accounting._charges import Unbounded, run_charges
+from gradveil.accounting._charges import Charged, Unbounded, budget_of, remaining_steps, run_charges, taken_charges
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
     Accountant,
@@ -27,8 +27,10 @@ from gradveil.accounting._compose import (
     usable_accountant,
     why_no_bound,
 )
-from gradveil.accounting._pld import FIXED_SIZE
+from gradveil.errors import UnknownNameError
 from gradveil.records import Release, RunHeader
+
+ChargedSteps = Literal["declared", "taken"]
 
 UNIT = "the unit of protection is one example"
 NOT_COVERED = "hyper-parameter search, and metrics computed from the training data (such as the loss), are not covered"
@@ -46,11 +48,19 @@ _FIXED_RATE = (
     "adding or removing one example is taken not to change it"
 )
 _SEEDED = (
-    "the run was seeded: whoever knows the seed can take the noise off; the value holds only while the seed is "
+    "the run was seeded: anyone who knows the seed can subtract the noise; the value holds only while the seed is "
     "secret, cannot be guessed, and is used for no other run on the data"
 )
-_PUBLIC_STOP = "the stopping rule used data that were declared public"
-_PRIVATE_STOP = "training stops on private data, so every declared step is charged, taken or not"
+_PUBLIC_STOP = (
+    "the run was declared to stop without looking at anything computed from the private data (stopping='public'), so "
+    "only the steps taken are charged"
+)
+_ANY_STOP = "training may stop on released values: every declared step is charged, taken or not"
+_BUDGET_STOP = (
+    "training may stop on released values: the declared steps are charged as far as the budget of epsilon = {budget:g} "
+    "affords them, because the run ends there in any case"
+)
+_FIXED_STOP = "the step at which training stops was fixed in advance: only the steps taken are charged"
 _RECORDED_S = (
     "the sensitivities S_t recorded in the ledger depend on the data and must not be published with the model, nor the "
     "figures as published, which are computed from them"
@@ -59,7 +69,10 @@ _RECORDED_S = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProvedEpsilon:
-    """(``epsilon``, ``delta``)-differential privacy of a whole run; ``reason`` says why it is infinite."""
+    """(``epsilon``, ``delta``)-differential privacy of a whole run; ``reason`` says why it is infinite.
+
+    ``at_budget``: not all declared steps are charged, because the budget that the run is held to affords no more.
+    """
 
     epsilon: float
     delta: float
@@ -69,6 +82,7 @@ class ProvedEpsilon:
     steps_charged: int
     assumptions: tuple[str, ...]
     reason: str | None = None
+    at_budget: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: an infinite epsilon is the string "inf"."""
@@ -76,15 +90,6 @@ class ProvedEpsilon:
         data["assumptions"] = list(self.assumptions)
         data["epsilon"] = self.epsilon if math.isfinite(self.epsilon) else "inf"
         return data
-
-
-def default_view(sampler: str) -> tuple[Neighbours, Accountant]:
-    """The neighbours and the accountant that a statement leads with.
-
-    >>> default_view("poisson"), default_view("without-replacement")
-    (('add-remove', 'PLD'), ('replace-one', 'PLD'))
-    """
-    return ("replace-one", "PLD") if sampler in FIXED_SIZE else ("add-remove", "PLD")
 
 
 def assumptions(
@@ -99,7 +104,21 @@ def assumptions(
     return tuple(notes)
 
 
-def _run_assumptions(header: RunHeader, releases: Sequence[Release], neighbours: Neighbours) -> tuple[str, ...]:
+def _stopping_note(
+    header: RunHeader, releases: Sequence[Release], charge: ChargedSteps, charged: Charged
+) -> str | None:
+    if header.stopping == "public":
+        return _PUBLIC_STOP
+    if charge == "taken":
+        return _FIXED_STOP if remaining_steps(header, releases) else None
+    if charged.by_budget:
+        return _BUDGET_STOP.format(budget=budget_of(header))
+    return _ANY_STOP if charged.remaining or header.stopping == "private" else None
+
+
+def _run_assumptions(
+    header: RunHeader, releases: Sequence[Release], neighbours: Neighbours, stopping: str | None
+) -> tuple[str, ...]:
     samplers = {header.sampling, *(r.sampler for r in releases)}
     notes = list(
         assumptions(
@@ -112,10 +131,8 @@ def _run_assumptions(header: RunHeader, releases: Sequence[Release], neighbours:
     )
     if header.seeded:
         notes.append(_SEEDED)
-    if header.stopping == "public":
-        notes.append(_PUBLIC_STOP)
-    if header.stopping == "private":
-        notes.append(_PRIVATE_STOP)
+    if stopping is not None:
+        notes.append(stopping)
     if any(r.scale_is_public and r.sensitivity_rule.startswith(("l2max", "l2-max")) for r in releases):
         notes.append(_RECORDED_S)
     return tuple(notes)
@@ -148,34 +165,49 @@ def proved_epsilon(
     delta: float | None = None,
     neighbours: Neighbours = "add-remove",
     accountant: Accountant = "PLD",
+    charge: ChargedSteps = "declared",
 ) -> ProvedEpsilon:
     """The epsilon that is proved for the run at ``delta`` (by default the header's).
 
     Guaranteed: the released outputs are (epsilon, delta)-differentially private under ``neighbours`` and
     the listed assumptions. Each release is charged at its joint noise multiplier over groups and side
-    releases; recovered lines and redone steps are all charged; a run that stops on private data is
-    charged for every step it declared. More than 64 distinct multipliers are rounded down to a grid
-    (:mod:`gradveil.accounting._cells`), which keeps the bound and costs about .2 % of epsilon.
+    releases; recovered lines and redone steps are all charged. More than 64 distinct multipliers are
+    rounded down to a grid (:mod:`gradveil.accounting._cells`), which keeps the bound and costs about .2 %
+    of epsilon.
 
-    No releases: epsilon 0 (unless the run stops on private data). Any data-dependent noise scale, step
-    without noise, or sampler without a bound: infinite, with the reason.
+    ``charge="declared"``: once something was released, the run is charged for all steps it declared, taken or
+    not (:mod:`gradveil.accounting._charges` says why), as far as its budget affords them if it has one; with
+    stopping="public", for the steps taken. ``charge="taken"``: for exactly ``releases``, which holds if it was
+    fixed in advance that training stops after them. That is the epsilon spent so far, for plots, displays and
+    budgets; it is no statement about a run that stopped for another reason.
+
+    No releases: epsilon 0. Any data-dependent noise scale, step without noise, or sampler without a bound:
+    infinite, with the reason.
     """
     check_view(neighbours, accountant)
+    if charge not in ("declared", "taken"):
+        raise UnknownNameError("charge", charge, ["declared", "taken"])
     delta = check_delta(header.delta if delta is None else delta)
     sampler = " + ".join(sorted({r.sampler for r in releases})) or header.sampling
-    steps = len(releases)
-    if header.stopping == "private":
-        steps += len(set(range(header.steps)) - {r.step for r in releases})
-    epsilon, accountant, reason = bound(
-        lambda: run_charges(header, releases), delta=delta, neighbours=neighbours, accountant=accountant
-    )
+    charged = Charged(taken=[], remaining=[])
+
+    def charges_of() -> list[Charge]:
+        nonlocal charged
+        if charge == "taken":
+            charged = Charged(taken=taken_charges(header, releases), remaining=[])
+        else:
+            charged = run_charges(header, releases)
+        return charged.charges
+
+    epsilon, accountant, reason = bound(charges_of, delta=delta, neighbours=neighbours, accountant=accountant)
     return ProvedEpsilon(
         epsilon=epsilon,
         delta=delta,
         neighbours=neighbours,
         sampler=sampler,
         accountant=accountant,
-        steps_charged=steps,
-        assumptions=_run_assumptions(header, releases, neighbours),
+        steps_charged=len(releases) + len(charged.remaining),
+        assumptions=_run_assumptions(header, releases, neighbours, _stopping_note(header, releases, charge, charged)),
         reason=reason,
+        at_budget=charged.by_budget,
     )

@@ -104,8 +104,11 @@ def _bound(charged: Callable[[], Sequence[Charge]], kappa: float) -> Reconstruct
 
 
 def reconstruction_bound(header: RunHeader, releases: Sequence[Release], *, kappa: float) -> ReconstructionBound:
-    """gamma for ``kappa`` from a run's records: its least noised step by itself, and the whole run."""
-    return _bound(lambda: run_charges(header, releases), kappa)
+    """gamma for ``kappa`` from a run's records: its least noised step by itself, and the whole run.
+
+    Steps are charged as :func:`~gradveil.accounting.proved.proved_epsilon` charges them, declared ones included.
+    """
+    return _bound(lambda: run_charges(header, releases).charges, kappa)
 
 
 def planned_reconstruction_bound(sigmas: Sequence[float], setting: Setting, *, kappa: float) -> ReconstructionBound:

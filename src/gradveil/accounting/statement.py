@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gradveil.accounting._compose import Neighbours
+from gradveil.accounting._compose import Neighbours, default_view
+from gradveil.accounting._rounding import at_least, at_most, percent_at_most
+from gradveil.accounting.evidence import checks_of
 from gradveil.accounting.paper import PaperEpsilon, from_releases
-from gradveil.accounting.proved import NOT_COVERED, UNIT, ProvedEpsilon, default_view, proved_epsilon
+from gradveil.accounting.proved import NOT_COVERED, UNIT, ProvedEpsilon, proved_epsilon
 from gradveil.records import Release, RunHeader
+
+if TYPE_CHECKING:
+    from gradveil.ledger import Contents
 
 _WIDTH = 100
 _LABEL = 16
@@ -21,22 +26,21 @@ _UNIT = {
     "replace-one": "one example; neighbouring data sets differ in the content of one example",
 }
 _TRUST = (
-    "central: the trainer holds the data and is trusted with them. Protection is against whoever sees what is "
-    "released, knows every other example and the code, and computes without limit"
+    "central: the trainer holds the data and is trusted with them. Protection is against anyone who sees what is "
+    "released, knows every other example and the code, and has unlimited computing power"
 )
-_COVERS = (
-    "every noised gradient together, so every model on the way, the final one, and whatever is computed from them alone"
-)
+_COVERS = "every noised gradient, and so every intermediate model, the final one, and anything computed from them alone"
 _NOT_COVERED = (
     "hyper-parameter search: each run on the same data spends its own epsilon",
-    "metrics computed from the training data, such as the loss, and anything else computed from them outside this run",
-    "a seed that becomes known, or is used again: it takes the noise off",
-    "floating point: the noise is drawn in finite precision, and is Gaussian only nearly",
+    "metrics computed from the training data, such as the loss, and what is decided by them: a learning rate that "
+    "follows the training loss, say",
+    "a seed that becomes known or is reused: anyone who knows the seed can subtract the noise",
+    "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian",
     "side channels, such as the time a step takes",
 )
 _GUARANTEE = {
-    "proved": "its noise depends on public settings and private outputs only",
-    "paper-only": "published, with no proof: its noise is scaled to the data",
+    "proved": "its noise depends only on public settings and on values already released with noise",
+    "paper-only": "published without a proof: its noise is scaled to the data",
     "none": "not private",
 }
 _SAMPLING = {
@@ -47,6 +51,12 @@ _SAMPLING = {
     "shuffle": "batches of {batch:g} cut from a shuffled data set (rate {rate:g})",
     "unknown": "not gradveil's own sampler",
 }
+_SEED = "the run was seeded: anyone who knows the seed can subtract the noise"
+_OWN_LOSS = "each example's loss depends on that example alone"
+_EARLIER = "no example's loss depends on examples of earlier batches, other than through released weights (not checked)"
+_POWER_CUT = "a power cut may lose the records of the last second of training; durability='fsync' closes that"
+_SYNCED = "every record is on disk before its release is used (durability='fsync')"
+_BEFORE = "what happens before the model, nor targets"  # what no check of the model and the loss sees
 
 
 def _row(label: str, text: str) -> str:
@@ -64,21 +74,40 @@ def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "infinite"
 
 
-def _told(value: object) -> str:
+def _told(value: object, printed: Callable[[float], str] = _number) -> str:
     """A number of an audit.json, where infinity is "inf"."""
-    return _number(float(value)) if isinstance(value, int | float) or value == "inf" else "unknown"
+    return printed(float(value)) if isinstance(value, int | float) or value == "inf" else "unknown"
+
+
+def _evidence(checks: Mapping[str, int] | None) -> str:
+    """What was checked of the independence of examples, and what was not."""
+    batches = 0 if checks is None else checks.get("batches", 0)
+    if checks is None or not batches:
+        return "not checked"
+    of = max(batches, checks.get("of", 0))  # a batch may have been checked whose release a crash cut off
+    text = f"checked on {batches} of {_count(of, 'batch')}"
+    whole = checks.get("whole_step", 0)
+    if whole >= batches:
+        return f"{text} (whole step)"
+    parts = [name for name in ("model", "loss") if checks.get(name)]
+    missed = _BEFORE if "loss" in parts else f"the loss, {_BEFORE}"
+    only = f"{' and '.join(parts) or 'nothing'} only; not {missed}"
+    return f"{text} ({only})" if not whole else f"{text} (the whole step on {whole}; on the others {only})"
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
     """Three epsilons that are never merged: ``proved``, ``paper`` (as published), ``audited``.
 
-    ``proved`` is under the neighbours that suit the sampler, ``proved_other`` under the other ones.
+    ``proved`` is under the neighbours that suit the sampler, ``proved_other`` under the other ones; ``proved_if_fixed``
+    is what ``proved`` would be had it been fixed in advance to stop where the run did, None if that is the same.
     ``paper`` is empty for a run without noise. ``audited`` is what an audit.json holds, None until an audit was run.
+    ``checks`` counts the batches on which the independence of examples was checked ("batches", "of", "whole_step",
+    "model", "loss"). ``durability`` is that of the ledger.
     """
 
     header: RunHeader
@@ -88,6 +117,10 @@ class Statement:
     proved_other: ProvedEpsilon
     paper: Mapping[str, PaperEpsilon]
     audited: Mapping[str, Any] | None = None
+    proved_if_fixed: ProvedEpsilon | None = None
+    last_step: int = 0
+    checks: Mapping[str, int] | None = None
+    durability: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: an infinite epsilon is the string "inf", with its reason beside it."""
@@ -115,6 +148,10 @@ class Statement:
             "largest_success_of_a_membership_test": self.membership_success,
             "proved": self.proved.to_dict(),
             "proved_other": self.proved_other.to_dict(),
+            "proved_if_fixed": None if self.proved_if_fixed is None else self.proved_if_fixed.to_dict(),
+            "assumes": list(self.assumptions),
+            "checks": None if self.checks is None else dict(self.checks),
+            "durability": self.durability,
             "paper": {name: value.to_dict() for name, value in self.paper.items()},
             "paper_is_a_guarantee": False,
             "audited": None if self.audited is None else dict(self.audited),
@@ -131,6 +168,22 @@ class Statement:
             return None
         return min(1.0, (1.0 + delta * math.exp(-epsilon)) / (1.0 + math.exp(-epsilon)))
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the proof takes for granted, with the evidence there is for it; empty where nothing is proved."""
+        if not math.isfinite(self.proved.epsilon):
+            return ()
+        notes = [note for note in self.proved.assumptions if note not in (UNIT, NOT_COVERED)]
+        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER]
+        declared = 0 if self.checks is None else self.checks.get("public", 0)
+        if declared:
+            found.append(
+                f"what ran under engine.public_data() was public: declared {_count(declared, 'time')}, not noised"
+            )
+        if self.durability is not None:
+            found.append(_SYNCED if self.durability == "fsync" else _POWER_CUT)
+        return tuple(found)
+
     def _covers(self) -> str:
         return _COVERS if math.isfinite(self.proved.epsilon) else "nothing: no finite epsilon is proved"
 
@@ -139,7 +192,10 @@ class Statement:
         if success is None:
             return "no limit is proved to what can be learned about one example."
         question = "whether one example was used" if self.proved.neighbours == "add-remove" else "which of two was used"
-        return f"no test for {question} is right in more than {100 * success:.3g} % of cases, at even odds."
+        limit = percent_at_most(success)
+        if limit is None:
+            return f"a test for {question} that is right in more than 99.9 % of cases, at even odds, is not ruled out."
+        return f"no test for {question} is right in more than {limit} % of cases, at even odds."
 
     def _proved_text(self, proved: ProvedEpsilon) -> str:
         if not math.isfinite(proved.epsilon):
@@ -149,8 +205,26 @@ class Statement:
         if proved.steps_charged == 0:
             return f"epsilon = 0 under {proved.neighbours}: nothing was released yet."
         return (
-            f"epsilon = {_number(proved.epsilon)} at delta = {proved.delta:g} under {proved.neighbours} "
-            f"({proved.accountant}, {proved.steps_charged} steps charged)."
+            f"epsilon = {at_most(proved.epsilon)} at delta = {proved.delta:g} under {proved.neighbours} "
+            f"({proved.accountant}, {_count(proved.steps_charged, 'step')} charged)."
+        )
+
+    def _charged_text(self) -> str | None:
+        """Why more steps are charged than were taken, or fewer than declared; None where neither is so."""
+        proved, fixed = self.proved, self.proved_if_fixed
+        charged = f"{_count(proved.steps_charged, 'step')}: "
+        if proved.at_budget:
+            charged += f"as many as the budget of epsilon = {self.header.plan['budget']:g} affords"
+        elif fixed is not None:
+            charged += "all declared steps"
+        else:
+            return None
+        if fixed is None:
+            return f"{charged}, of {self.header.steps} declared."
+        taken = f"{self.steps_taken} {'was' if self.steps_taken == 1 else 'were'} taken"
+        return (
+            f"{charged}, because training may have stopped on released values; {taken}. Had it been fixed in advance "
+            f"to stop at step {self.last_step}: epsilon = {at_most(fixed.epsilon)}."
         )
 
     def _paper_text(self) -> str:
@@ -171,7 +245,7 @@ class Statement:
         if found is None:
             return "not run."
         unit = found.get("unit", "the run")
-        text = f"epsilon of {unit} is at least {_told(found.get('epsilon_lower_bound'))}"
+        text = f"epsilon of {unit} is at least {_told(found.get('epsilon_lower_bound'), at_least)}"
         if "delta" in found:
             text += f" at delta = {_told(found['delta'])}"
         if "confidence" in found:
@@ -181,7 +255,7 @@ class Statement:
             how.append(f"{found['trials']} trials")
         text += f" ({', '.join(how)})." if how else "."
         if "epsilon_proved" in found:
-            text += f" Proved for {unit}: {_told(found['epsilon_proved'])}."
+            text += f" Proved for {unit}: {_told(found['epsilon_proved'], at_most)}."
         if "verdict" in found:
             text += f" Verdict: {found['verdict']}."
         return text + " A lower bound can refute, never prove."
@@ -206,16 +280,15 @@ class Statement:
             "",
             _row("Proved", self._proved_text(self.proved)),
             _row("  otherwise", self._proved_text(self.proved_other)),
+            *([] if (charged := self._charged_text()) is None else [_row("  charged", charged)]),
             _row("Meaning", self.meaning()),
             _row("As published", "not a guarantee: " + self._paper_text()),
             _row("Audited", self._audited_text()),
             "",
         ]
-        if math.isfinite(self.proved.epsilon):
-            notes = [note for note in self.proved.assumptions if note not in (UNIT, NOT_COVERED)]
-            rows += [_row("" if i else "Assumes", note) for i, note in enumerate(notes)]
-        elif header.seeded:
-            rows.append(_row("Seed", "the run was seeded: whoever knows the seed can take the noise off"))
+        rows += [_row("" if i else "Assumes", note) for i, note in enumerate(self.assumptions)]
+        if header.seeded and not self.assumptions:
+            rows.append(_row("Seed", _SEED))
         rows += [_row("" if i else "Not covered", note) for i, note in enumerate(_NOT_COVERED)]
         return "\n".join(row.rstrip() for row in rows)
 
@@ -231,16 +304,44 @@ def statement(
     *,
     delta: float | None = None,
     audited: Mapping[str, Any] | None = None,
+    checks: Mapping[str, int] | None = None,
+    durability: str | None = None,
 ) -> Statement:
-    """The statement of a run, computed from its records alone. No releases: epsilon 0. ``audited`` is stated beside."""
+    """The statement of a run, computed from its records alone. No releases: epsilon 0.
+
+    ``audited`` is stated beside what is proved. ``checks`` is the evidence, counted by the engine, that each example's
+    loss depends on that example alone: on how many "batches" of how many ("of") it was checked, and of those on how
+    many for the "whole_step", the "model" and the "loss". ``durability`` is by default what the header's plan says.
+    """
     neighbours, accountant = default_view(header.sampling)
     other_neighbours: Neighbours = "replace-one" if neighbours == "add-remove" else "add-remove"
+    proved = proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant)
+    fixed: ProvedEpsilon | None = None
+    if math.isfinite(proved.epsilon) and proved.steps_charged > len(releases):
+        fixed = proved_epsilon(
+            header, releases, delta=delta, neighbours=neighbours, accountant=accountant, charge="taken"
+        )
     return Statement(
         header=header,
         steps_taken=len(releases),
         steps_recovered=sum(r.recovered for r in releases),
-        proved=proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant),
+        proved=proved,
         proved_other=proved_epsilon(header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant),
         paper=from_releases(header, releases, delta=delta) if is_noised(header, releases) else {},
         audited=audited,
+        proved_if_fixed=fixed,
+        last_step=releases[-1].step + 1 if releases else 0,
+        checks=checks,
+        durability=header.plan.get("durability") if durability is None else durability,
     )
+
+
+def statement_of(
+    contents: Contents, *, delta: float | None = None, audited: Mapping[str, Any] | None = None
+) -> Statement:
+    """The statement of a ledger that was read and verified, with the checks that it records.
+
+    A half-written last line is charged.
+    """
+    checks = checks_of(contents.notes, batches=len(contents.releases))
+    return statement(contents.header, contents.charged(), delta=delta, audited=audited, checks=checks)

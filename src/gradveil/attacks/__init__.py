@@ -14,7 +14,7 @@ seeds.py         where a reconstruction starts
 metrics.py       how near it came
 score.py         judged against the truth, against guessing, and in summary
 from_run.py      a trained run as a target
-from_capture.py  what engine.capture recorded of a live run, as a target
+from_capture.py  what engine.record_gradients recorded of a live run, as a target
 from_files.py    a user's own model and gradients as a target
 anatomy.py       a model's layers: what leaks, what mixes examples, how each is clipped
 preflight.py     a model looked at before it is trained, and attacked for a few seconds

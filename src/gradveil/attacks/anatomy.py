@@ -230,9 +230,8 @@ def _private_pass(module: nn.Module, x: Tensor, classes: int) -> _Trial:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            clipper = Clipper(module, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
+            Clipper(module, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
             F.cross_entropy(module(x), y).backward()
-            clipper.check_untouched()
         except UnsupportedModelError as error:
             return _Trial(refused=str(error))
         except (RuntimeError, ValueError, NotImplementedError) as error:

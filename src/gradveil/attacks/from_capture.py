@@ -1,4 +1,4 @@
-"""Observations from what ``engine.capture`` recorded of a live run."""
+"""Observations from what ``engine.record_gradients`` recorded of a live run."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def defence_of(record: Recorded, device: str | torch.device = "cpu") -> Defence:
         sensitivity_rule=release.sensitivity_rule,
         whitening=whitening or None,
         gamma=record.gamma,
-        side_inverse_square=sum((side.sensitivity / side.noise_std) ** 2 for side in release.side),
+        side_inverse_square=release.side_inverse_square,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from gradveil.attacks.untrained import untrained
 from gradveil.clipping import make_groups
 from gradveil.data import DataSet
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.records import inverse_square
 from gradveil.strategies import Parameters, parameters
 
 ATTACKS: dict[str, Callable[[], Attack]] = {
@@ -233,6 +233,6 @@ def _bound(sights: Sequence[Sight], kappa: float) -> float | None:
     for defence in (sight.defence for sight in sights):
         if defence.clip is None or defence.noise_std is None or defence.sensitivity_rule != "clip":
             return None
-        moves = [c / defence.normaliser / std for c, std in zip(defence.clip, defence.noise_std, strict=True)]
-        total += math.hypot(*moves) ** 2 + defence.side_inverse_square
+        clips = (clip / defence.normaliser for clip in defence.clip)
+        total += inverse_square(zip(clips, defence.noise_std, strict=True)) + defence.side_inverse_square
     return None if kappa >= 1.0 else one_step_bound(total**-0.5, kappa)

@@ -112,7 +112,8 @@ class Played:
 
 def play(setting: Setting, coins: Coins, *, seed: int, progress: Callable[[int], None] | None = None) -> Played:
     """Train once, the canary taking part in step t only where ``coins[t]``, and score every release."""
-    engine = PrivacyEngine(**{**setting.engine, "steps": len(coins)}, seed=seed)
+    # Whether the canary is dropped depends on nothing but its coin.
+    engine = PrivacyEngine(**{**setting.engine, "steps": len(coins), "drops_examples": True}, seed=seed)
     if not engine.plan.strategy.is_private:
         raise ConfigError(
             f"strategy {engine.plan.strategy.name!r} adds no noise: there is no epsilon to audit. Choose a private one."

@@ -1,4 +1,4 @@
-"""``gradveil attack`` on a user's own files: a model with gradients, or with what ``engine.capture`` recorded.
+"""``gradveil attack`` on a user's own files: a model with gradients, or with what ``engine.record_gradients`` recorded.
 
 Nobody but the user has the examples behind them: without ``--truth`` there is a reconstruction and no score.
 """

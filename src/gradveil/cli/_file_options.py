@@ -15,7 +15,7 @@ _FILE = click.Path(path_type=Path)
 _OPTIONS = (
     click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that makes it."),
     click.option("--gradients", type=_FILE, help="Its gradients: safetensors, named as its parameters."),
-    click.option("--captured", type=_FILE, help="Or what engine.capture recorded of it: the folder."),
+    click.option("--captured", type=_FILE, help="Or what engine.record_gradients recorded of it: the folder."),
     click.option("--weights", type=_FILE, help="Its weights: safetensors.  [default: as the function makes it]"),
     click.option("--truth", type=_FILE, help="The examples, to judge by: safetensors x, y. No attack sees them."),
     click.option("--public", type=_FILE, help="Other examples that the adversary has: safetensors x, maybe y."),

@@ -159,13 +159,16 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     def compute() -> _Account:
         sigmas = [r.sigma for r in releases]
         noised = accounting.is_noised(header, releases)
+        proved = accounting.all_views(lambda **v: accounting.proved_epsilon(header, releases, delta=delta, **v))
+        charged = max(view.steps_charged for views in proved.values() for view in views.values())
+        steps = f"{len(releases)}" + (f" taken, {charged} charged" if charged > len(releases) else "")
         return _Account(
-            title=f"{run}: {header.strategy}, {header.sampling}, q = {header.sample_rate:.4g}, T = {len(releases)}",
+            title=f"{run}: {header.strategy}, {header.sampling}, q = {header.sample_rate:.4g}, T = {steps}",
             delta=delta,
             paper=accounting.from_releases(header, releases, delta=delta) if noised else {},
             paper_curve=lambda: accounting.paper_curve(sigmas, header.sample_rate, delta) if noised else {},
             no_paper="" if noised else "the run adds no noise, so there is nothing to account for",
-            proved=accounting.all_views(lambda **v: accounting.proved_epsilon(header, releases, delta=delta, **v)),
+            proved=proved,
             bounds=[accounting.reconstruction_bound(header, releases, kappa=k) for k in kappas],
             curves=lambda **v: accounting.proved_curve(header, releases, delta=delta, **v),
         )

@@ -18,7 +18,7 @@ from gradveil.reports.facts import AUDIT
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: Path, delta: float | None, as_json: bool) -> None:
     """Print the privacy statement of RUN (a run directory or a ledger file): from its verified ledger and its audit."""
-    from gradveil.accounting import check_delta, statement
+    from gradveil.accounting import check_delta, statement_of
 
     if delta is not None:
         check_delta(delta)
@@ -28,5 +28,5 @@ def command(run: Path, delta: float | None, as_json: bool) -> None:
         audited = json.loads(audit.read_text()) if audit.is_file() else None
     except ValueError:
         raise DataError(f"{audit} is damaged: it is not what gradveil audit wrote. Audit the run again.") from None
-    result = trusted(lambda: statement(contents.header, contents.charged(), delta=delta, audited=audited))
+    result = trusted(lambda: statement_of(contents, delta=delta, audited=audited))
     click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else str(result))

@@ -1,9 +1,10 @@
 """Per-example clipping inside one backward pass.
 
-Formal guarantee. After ``loss.backward()``, the ``.grad`` of every trainable parameter is the sum over
-the examples of the batch of their clipped gradients: example i contributes, to group g, its gradient
-of its own loss scaled by min(1, C_g / norm), so that its l2 norm over the parameters of g is at most
-C_g. Adding or removing one example therefore changes the sums by at most C_g in group g.
+Formal guarantee. At the end of ``loss.backward()``, :meth:`Clipper.take_sums` gives, for every trainable
+parameter, the sum over the examples of the batch of their clipped gradients: example i contributes, to
+group g, its gradient of its own loss scaled by min(1, C_g / norm), so that its l2 norm over the parameters
+of g is at most C_g. Adding or removing one example therefore changes the sums by at most C_g in group g.
+The sums go to whoever set :attr:`Clipper.on_end`; autograd, and ``.grad``, get none of them.
 
     an example whose gradient is not finite in a group   contributes zero there (and in the other groups of the same
                                                          module), and is counted
@@ -14,13 +15,17 @@ C_g. Adding or removing one example therefore changes the sums by at most C_g in
     a parameter used outside its module's forward         refused: that use could not be clipped
     the same pass differentiated twice                    refused: contributions would add up to 2 C_g
     several losses of one pass, differentiated apart      refused where they reach the same group
-    a hook on a parameter's gradient                      refused: it would run between clipping and noise
+    two calls of the model in one backward pass           refused: a loss could mix their examples
+    torch.autograd.grad with respect to a parameter       refused: nothing leaves without noise
+    a backward pass that is to reach inputs only          clips nothing, and ends without sums
+    a backward pass that fails                            leaves nothing behind
+    a hook on a parameter's gradient                      refused: there is no gradient for it to see
 
 How. The forward of each unit (see units.py) is replaced, on the instance, by one that goes through an
 autograd function; its backward gets the layer's input and output gradient, from which a rule (uses.py)
-computes norms and the clipped sum. The ordinary weight gradient is never computed. Groups that lie
-inside one layer are clipped on the spot; groups that span layers, or layers used twice, are kept and
-clipped when the backward pass ends.
+computes norms and the clipped sum. The ordinary weight gradient is never computed, and none is returned for a
+parameter. Groups that lie inside one layer are clipped on the spot; groups that span layers, or layers used
+twice, are kept and clipped when the backward pass ends.
 """
 
 from __future__ import annotations
@@ -33,21 +38,28 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import performance
-from gradveil.clipping.decomposable import SHARED_INPUT, OutputWatch, check_same_output
+from gradveil.clipping.decomposable import SHARED_INPUT, check_same_output
 from gradveil.clipping.function import FunctionCall, OutputPlan
 from gradveil.clipping.function_state import no_autocast
 from gradveil.clipping.groups import Group
+from gradveil.clipping.loss_watch import is_marked, leaves_behind, unclipped, unmarked
 from gradveil.clipping.model_check import ModelCheck
 from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.passes import Call, Harvest, Padding, Pass
 from gradveil.clipping.plain_runs import Moment, tensors_in
 from gradveil.clipping.refusals import refusal
+from gradveil.clipping.rehearsal import Rehearsal
 from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.sharding import any_sharded
+from gradveil.clipping.spot_checks import SpotChecks
 from gradveil.clipping.support import check_module, half_precision
 from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_input, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
@@ -82,12 +94,8 @@ class Clipper:
         self.weighing = Weighing(len(groups), bounds)
         self.padding: Padding | None = None  # of the coming passes
         self.units = find_units(module, groups)
-        self._frozen = [  # in modules that are followed, whose gradient would be computed with the others
-            (f"{unit.name}.{name}".lstrip("."), parameter)
-            for unit in self.units
-            for name, parameter in unit.module.named_parameters()
-            if not parameter.requires_grad
-        ]
+        self._frozen = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+        self._registered = False  # whether some module, anywhere, has got a parameter or a child since the last look
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
         self._model = ModelCheck(self.units, self.quietly)
@@ -106,11 +114,18 @@ class Clipper:
         self._gradients: Watch | NativeWatch = (
             PythonWatch(self.refuse) if self._layers is None else self._layers.watch_for(self)
         )
-        self.deliver: Deliver = _add_to_gradient
+        self.on_end: Callable[[], None] = self.to_gradients  # a backward pass has ended, and has left sums
+        self.as_delivered: Callable[[str, Tensor], Tensor] = _unchanged  # the sum of a parameter, as it is kept
         self.agree: Callable[[bool], bool] = bool  # of processes that must call the model equally often
         self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
+        self._ended_sums: list[tuple[int, Tensor]] = []  # of passes in Python: slot, clipped sum
+        self._rehearsal: Rehearsal | None = None  # of passes that are not to be released
+        self._steps = 0  # that have ended
+        self._task = -1  # of autograd: the last backward pass that has come to an output of the model
         self._quiet = False
-        self._watch = OutputWatch()
+        self._public = False  # whether untracked passes are differentiated
+        self.checks = SpotChecks(module, views=views)
+        self.checks.rehearse = self.rehearse
         self._attach()
 
     # ---- attaching and detaching
@@ -119,10 +134,13 @@ class Clipper:
         self._handles += [
             self.module.register_forward_pre_hook(ModelHook(self._begin), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(ModelHook(self._end), with_kwargs=True, always_call=True),
+            register_module_parameter_registration_hook(self._note_registration),
+            register_module_module_registration_hook(self._note_registration),
         ]
         for unit in self.units:
             own = vars(unit.module).get("forward")
             self._overridden.append((unit.module, own))
+            unit.first_weight = unit.module._parameters.get("weight")
             unit.module.forward = Followed(self, unit, own)
             if not self._sharded:
                 unit.slots = [self._slot_of(n, p) for n, p in zip(unit.names, unit.parameters, strict=True)]
@@ -136,6 +154,9 @@ class Clipper:
             known = self._slots[id(parameter)] = self._gradients.follow(parameter)
             self._watched.append((name, parameter))
         return known
+
+    def _slot_named(self, name: str) -> int:
+        return next(slot for slot, (known, _) in enumerate(self._watched) if known == name)
 
     def detach(self) -> None:
         """Leave the model as it was found."""
@@ -167,6 +188,11 @@ class Clipper:
                 "the model was called without a tensor that has a batch dimension, so its examples cannot be told "
                 "apart. Pass the batch as a tensor with the examples along the first dimension."
             )
+        was_marked = False
+        if any(type(t) is not Tensor and is_marked(t) for t in tensors):  # an output of before, fed back
+            args, kwargs = tree_map(unmarked, args), tree_map(unmarked, kwargs)
+            was_marked = True
+            tensors = [unmarked(t) for t in tensors]
         rows = tensors[0].shape[0]
         if rows % self.views:
             raise ConfigError(
@@ -178,6 +204,7 @@ class Clipper:
         self._checking, self._to_probe = to_check, None
         if rows == 0:
             self._current = Pass(1, empty=True)
+            self._current.step = self._steps
             return tree_map(
                 lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t,
                 (args, kwargs),
@@ -187,15 +214,20 @@ class Clipper:
             self._plain_output = self._model.look(module, args, kwargs, rows)
         elif self._model.unprobed and rows > 1 and not _is_capturing(tensors[0]):
             self._to_probe = args, kwargs, Moment(module)
+        if self.padding is None and self._rehearsal is None:
+            self.checks.before_call(args, kwargs, rows, quietly=self.quietly, alone=self.agree is bool)
         self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
+        self._current.step = self._steps
         if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, self._current, tensors[0].device)
+        if any(t.requires_grad for t in tensors):
+            self.look_at_leaves(leaf for t in tensors for leaf in leaves_behind(t))
         if any(t.requires_grad for t in tensors):  # what leaves through the inputs is the gradient of the user's loss
             back = 1.0 / self._output_scale(self._current)
             return tree_map(
                 lambda t: tap_input(t, back) if isinstance(t, Tensor) and t.requires_grad else t, (args, kwargs)
             )
-        return None
+        return (args, kwargs) if was_marked else None
 
     def _output_scale(self, current: Pass) -> float:
         """d(mean)/d(row) is 1/B of the gradient of that example's own loss; of K rows of an example, 1/(B K)."""
@@ -250,11 +282,16 @@ class Clipper:
                 "its rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
             )
         scale = self._output_scale(current)
+        if self._rehearsal is not None:
+            self._rehearsal.watch(output, current.rows)
         if isinstance(output, Tensor):
             output = self._tapped_output(output, current, scale)
         else:
             output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
-        return self._watch.wrap(output, current.rows, scaled=scale != 1.0)
+        if self.padding is not None or self._rehearsal is not None:
+            return output
+        mean = self.loss_reduction == "mean"
+        return self.checks.after_call(output, current.rows, scaled=scale != 1.0, mean=mean)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
         if not isinstance(t, Tensor) or not t.requires_grad:
@@ -328,18 +365,32 @@ class Clipper:
 
     # ---- the backward pass
 
-    def collect(self, call: Call, use: Use) -> list[Tensor | None]:
-        """Take one use's gradients: clipped sums where they can be had at once, otherwise kept for the end."""
+    def collect(self, call: Call, use: Use, parameters: Sequence[tuple[Any, int]]) -> None:
+        """Take one use's gradients: clipped sums where they can be had at once, otherwise kept for the end.
+
+        ``parameters``: the edges of the autograd graph that lead to them.
+        """
         current, unit = call.current, call.unit
         if call.done:
             self.refuse(unit.index, "twice")
         if not current.started:
             self.refuse(unit.index, "elsewhere")
-        call.done = True
+        if not self._is_asked_for(unit, parameters):
+            return
+        call.done = current.asked = True
         if current.was_clipped(unit):
             self.refuse(unit.index, "checkpoints")
         sums = self._sums(unit, of_examples(use, current.views), current)
-        return [None] * len(unit.parameters) if sums is None else list(sums)
+        for slot, total in zip(unit.slots, sums, strict=True) if sums is not None else ():
+            current.deliver(slot, total)
+
+    def _is_asked_for(self, unit: Unit, parameters: Sequence[tuple[Any, int]]) -> bool:
+        """Whether this backward pass is to reach the parameters; refused where autograd.grad would hand them out."""
+        try:
+            return any(torch._C._will_engine_execute_node(node) for node, _ in parameters if node is not None)
+        except RuntimeError:  # torch's way of saying that autograd.grad was asked for the gradient of a leaf
+            self.refuse(unit.index, "captured")
+            raise
 
     def collect_elsewhere(
         self, current: int, unit: int, x: Tensor, weight: Tensor, kept: list[Tensor], g: Tensor
@@ -367,10 +418,10 @@ class Clipper:
         current.set_clipped(unit)
         sums = self.weighing.clip_alone(unit, use, current)
         live = unit.live() if self._sharded else unit.parameters
-        sums = [_as_parameter(*column) for column in zip(sums, live, unit.names, strict=True)]
-        for slot, total in zip(unit.slots, sums, strict=True):
-            self._gradients.expect(slot, total)
-        return sums
+        return [self._delivered(*column) for column in zip(sums, live, unit.names, strict=True)]
+
+    def _delivered(self, total: Tensor, parameter: Tensor, name: str) -> Tensor:
+        return self.as_delivered(name, _as_parameter(total, parameter, name))
 
     def _being_differentiated(self) -> Pass | None:
         """The pass whose backward is under way, by Python's account or by that of the C++ code."""
@@ -395,21 +446,101 @@ class Clipper:
 
     def start_backward(self, current: Pass) -> None:
         """The gradient has reached the model's output: the backward pass of ``current`` begins."""
-        self._differentiated = current
-        if not current.differentiated:
-            current.differentiated = True
-            self.weighing.harvest.passes += 1
-            self.weighing.harvest.examples += 0 if current.empty else current.batch
+        task = torch._C._current_graph_task_id()
+        if current.step != self._steps:
+            raise refusal("released", "")
+        current.differentiated = True
+        if task == self._task:  # a model with several outputs comes here for each of them
+            if current is not self._differentiated:
+                raise refusal("two passes", "")
+            return
+        self._task, self._differentiated = task, current
+        self.look_at_leaves(self._gradients.other_leaves())
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
 
     def _finish(self, current: Pass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
-        self._differentiated = None
+        self._differentiated, self._task = None, -1
+        if not current.asked:
+            return
+        current.asked = False
         with no_autocast():
             self._clip_kept(current)
-        self._gradients.stamp()
+        self._take_notes(current)
+        harvest = self.weighing.harvest
+        if not current.counted:
+            current.counted = True
+            harvest.passes += 1
+            harvest.examples += 0 if current.empty else current.batch
         if current.lost is not None and not current.empty:
-            self.weighing.harvest.lost.append(current.lost)
+            harvest.lost.append(current.lost)
+        self._ended_sums += current.sums
+        current.sums = []
+        self._pass_is_over()
+
+    def look_at_leaves(self, leaves: Iterable[Tensor]) -> None:
+        """Refuse a backward pass that also reaches parameters which are not followed: they would get plain ones."""
+        tracked = {id(p) for _, p in self._watched} if self._sharded else ()
+        others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in tracked]
+        for leaf in others:
+            leaf.grad = None  # it may have got its gradient already
+        if others:
+            raise unclipped(others[0])
+
+    def _take_notes(self, current: Pass) -> None:
+        """What a pass has noted counts when it has ended: one that failed leaves nothing."""
+        harvest, notes = self.weighing.harvest, current.notes
+        current.notes = []
+        for note in notes:
+            harvest.note(*note)
+
+    def pass_ended(self, current: int) -> None:
+        """The backward pass of a pass in C++ has ended, and its sums can be taken."""
+        self._take_notes(self._passes[current])
+        self._pass_is_over()
+
+    def _pass_is_over(self) -> None:
+        if self._rehearsal is None:
+            self.checks.backward_ended()
+            self.on_end()
+            return
+        self._rehearsal.end(self.harvest.norms())
+        self.take_sums()
+        self.weighing.harvest = Harvest(len(self.groups))
+
+    def rehearse(self, step: Callable[[], Any]) -> list[Tensor] | None:
+        """What a forward and backward pass tells of each example, (examples, ...) each; its sums are thrown away.
+
+        None where there are no norms for some example and group, or where the step is not one pass.
+        """
+        kept = self.harvest
+        rehearsal = self._rehearsal = Rehearsal(self.views)
+        self.weighing.harvest = Harvest(len(self.groups))
+        try:
+            step()
+        finally:
+            self._rehearsal = None
+            self.take_sums()
+            self._gradients.gathered()
+            self.weighing.harvest = kept
+        return rehearsal.passes[0] if len(rehearsal.passes) == 1 else None
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """By parameter: the clipped sums of the passes that have ended since they were last taken."""
+        sums: dict[str, Tensor] = {}
+        found, self._ended_sums = self._ended_sums, []
+        for slot, total in (*found, *zip(*self._gradients.take_sums(), strict=True)):
+            name = self._watched[slot][0]
+            sums[name] = sums[name] + total if name in sums else total
+        return sums
+
+    def to_gradients(self) -> None:
+        """Of a clipper by itself, without an engine: the sums become, or are added to, ``.grad``."""
+        of = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, total in self.take_sums().items():
+                grad = of[name].grad
+                of[name].grad = total if grad is None else grad + total
 
     def _claim_groups(self, clipped: Iterable[Unit | Tie], current: Pass) -> None:
         """Each group is clipped once in a pass: two backward() calls that reach different layers would add up."""
@@ -435,7 +566,7 @@ class Clipper:
                 )
                 for (of, _), sums in zip(alone + others, clipped, strict=True):
                     for parameter, total, name in zip(of.parameters, sums, of.names, strict=True):
-                        self.deliver(parameter, _as_parameter(total, parameter, name))
+                        current.deliver(self._slot_named(name), self._delivered(total, parameter, name))
 
     @property
     def harvest(self) -> Harvest:
@@ -452,12 +583,14 @@ class Clipper:
         return harvest
 
     def start_step(self) -> None:
-        """A new step: nothing is gathered yet."""
+        """A new step: nothing is gathered yet, and passes that began before it can no longer be differentiated."""
+        self._steps += 1
+        self._ended_sums = []
         self.weighing.harvest = Harvest(len(self.groups))
         self._gradients.start_step()
 
     def _check_parameters(self) -> None:
-        """Refuse hooks on gradients, which run after they are clipped, and parameters that no longer train."""
+        """Refuse hooks on gradients, which would see none, and parameters that no longer train."""
         own = self._gradients.own_hooks
         for name, parameter in self._watched:
             hooks = parameter._backward_hooks
@@ -465,16 +598,33 @@ class Clipper:
                 raise refusal("hook", name)
             if not parameter.requires_grad:
                 raise refusal("frozen", name)
+        for unit in self.units if not self._sharded else ():
+            if unit.rule is not None and unit.module._parameters.get("weight") is not unit.first_weight:
+                raise refusal("replaced", unit.label)
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise refusal("unfrozen", name)
+        if self._registered and not self._sharded:
+            tracked = {id(p) for _, p in self._watched}
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in tracked:
+                    raise refusal("unfrozen", name)
+            self._registered = False
 
-    def check_untouched(self) -> None:
-        """Refuse gradients that are not the ones the backward passes left: their sums are no longer bounded."""
-        self._check_parameters()
-        touched = self._gradients.touched()
-        if touched >= 0:
-            raise refusal("changed", self._watched[touched][0])
+    def _note_registration(self, *_: Any) -> None:
+        self._registered = True
+
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """Passes of the model in here are ordinary ones, and their gradients go to ``.grad``."""
+        before, self._public = self._public, True
+        self._gradients.lenient(True)
+        try:
+            with self.quietly():
+                yield
+        finally:
+            self._public = before
+            self._gradients.lenient(before)
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
@@ -507,9 +657,5 @@ def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:
     return kept[0][1] if len(kept) == 1 else CombinedUse([use for _, use in kept])
 
 
-Deliver = Callable[[nn.Parameter, Tensor], None]
-"""Takes the clipped sum of a parameter that was known at the end of a pass only."""
-
-
-def _add_to_gradient(parameter: nn.Parameter, total: Tensor) -> None:
-    parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+def _unchanged(name: str, total: Tensor) -> Tensor:
+    return total

@@ -12,6 +12,7 @@ losses), breaks that silently.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from gradveil.clipping.plain_runs import PlainRun, tensors_in
+from gradveil.clipping.plain_runs import tensors_in
 from gradveil.clipping.refusals import refusal
 from gradveil.errors import UnsupportedModelError
 
 
-def check_buffers(module: nn.Module, of_batch: PlainRun, of_one: PlainRun) -> None:
+def check_buffers(module: nn.Module, of_batch: Mapping[str, Tensor], of_others: Mapping[str, Tensor]) -> None:
     """Refuse buffers that are computed from the examples: they leave with the model, and no noise covers them."""
     for name, before in module.named_buffers():
-        after, other = of_batch.buffers.get(name), of_one.buffers.get(name)
+        after, other = of_batch.get(name), of_others.get(name)
         if after is None or other is None or torch.equal(after, before) or torch.equal(after, other):
             continue
         raise UnsupportedModelError(

@@ -84,7 +84,8 @@ class ModelCheck:
                     check_examples_apart(upside_down.outputs, alone.outputs, batch, row=-1)
             if any(child.training for child in module.modules()):
                 whole = run("batch, as it is", (args, kwargs), evaluate=False)
-                check_buffers(module, whole, run("alone, as it is", arguments.first_example(batched), evaluate=False))
+                alone = run("alone, as it is", arguments.first_example(batched), evaluate=False)
+                check_buffers(module, whole.buffers, alone.buffers)
         finally:
             self.probe = None
         probe.learn(self._units if before is None else self.unprobed)

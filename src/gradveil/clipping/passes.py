@@ -37,6 +37,11 @@ class Pass:
         self._clipped: set[Unit] = set()
         self._claimed: set[int] = set()  # groups that were clipped at the end of a backward pass
         self.kept: list[tuple[Unit, Use]] = []
+        self.step = 0  # of the clipper, in which the pass began
+        self.sums: list[tuple[int, Tensor]] = []  # slot of a parameter, and its clipped sum
+        self.notes: list[tuple[int, Tensor, Tensor, float | Tensor]] = []  # for the harvest, when the pass has ended
+        self.asked = False  # whether the backward pass under way is to reach the parameters
+        self.counted = False
         # (batch,) int32: 1 where an example was not finite in some group
         self._lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
@@ -84,6 +89,17 @@ class Pass:
         if self._lost is None:
             self._lost = torch.zeros(self.batch, dtype=torch.int32, device=device)
         return self._lost
+
+    def deliver(self, slot: int, total: Tensor) -> None:
+        """A clipped sum; with others of its parameter it is added up when the pass has ended."""
+        if self.library is not None:
+            self.library.deliver(self.number, slot, total)
+        else:
+            self.sums.append((slot, total))
+
+    def note(self, group: int, norms: Tensor, weights: Tensor, bound: float | Tensor) -> None:
+        """Norms before clipping, and the weights that clip them to ``bound``."""
+        self.notes.append((group, norms, weights, bound))
 
     def keep(self, unit: Unit, use: Use) -> None:
         """A use that waits for the end of the pass."""
@@ -146,6 +162,13 @@ class Harvest:
             for place, (norms, weights) in zip(groups, found, strict=True):
                 self.note(place, norms, weights, bounds[place])
         return self._of_group[group]
+
+    def norms(self) -> Tensor | None:
+        """Before clipping, (groups, examples), of one pass; None where some group was not noted for every example."""
+        found = [[norms for norms, _, _ in self._noted(group)] for group in range(len(self._of_group))]
+        if not found or any(sum(map(len, of_group)) != self.examples for of_group in found):
+            return None
+        return torch.stack([torch.cat(of_group).double() for of_group in found])
 
     def largest_norm(self, group: int) -> Tensor | None:
         """The largest norm after clipping, on the device; None without examples."""

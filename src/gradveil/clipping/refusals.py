@@ -8,15 +8,24 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     "stranger": (
         PrivacyViolation,
         "parameter {what!r} got a gradient from a use outside its own module's forward, such as F.linear(x, "
-        "layer.weight) or a penalty on the weights in the loss, or from two calls of the model in one backward(). That "
-        "part is not clipped per example. Use the parameter only through its module; for a penalty, use the "
-        "optimizer's weight_decay; give all examples in one call, or call backward() for each.",
+        "layer.weight) or a penalty on the weights in the loss. That part is not clipped per example. Use the "
+        "parameter only through its module; for a penalty, use the optimizer's weight_decay.",
     ),
-    "changed": (
+    "captured": (
         PrivacyViolation,
-        "the gradient of {what!r} was changed between backward() and step(), or set by hand: the sum of clipped "
-        "gradients is bounded, what was made of it is not. Leave out clip_grad_norm_ and the like (every example is "
-        "clipped already); change gradients after the noise.",
+        "torch.autograd.grad was asked for the gradient of {what}: gradients of its parameters are clipped and noised "
+        "at the end of backward(), and never leave autograd before. Call loss.backward() and read .grad.",
+    ),
+    "released": (
+        PrivacyViolation,
+        "backward() was called for a forward pass from before the last release, or from before the loader was started "
+        "again: each drawn batch is released once, at the end of its backward(). Add the losses of a batch and call "
+        "backward() once; call the model again for a new batch.",
+    ),
+    "two passes": (
+        PrivacyViolation,
+        "one backward() reaches two calls of the model: a loss of both could mix their examples, and an example in "
+        "both would count twice. Give all examples in one call, or call backward() for each.",
     ),
     "twice": (
         PrivacyViolation,
@@ -31,15 +40,21 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     ),
     "hook": (
         PrivacyViolation,
-        "parameter {what!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook): it sees, "
-        "and may change or use, gradients that are clipped but not noised. Take it off; "
-        "optimizer.register_step_post_hook runs when the gradients are noised.",
+        "parameter {what!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook): autograd "
+        "computes no gradient for it to see, since .grad is set when the release is made, at the end of backward(). "
+        "Remove the hook and read .grad after backward().",
     ),
     "frozen": (
         PrivacyViolation,
         "parameter {what!r} was frozen (requires_grad_(False)) after make_private: what trains, and is clipped and "
         "noised, was settled there. Decide what trains before make_private; to change it later, "
         "detach() and start a new engine.",
+    ),
+    "replaced": (
+        PrivacyViolation,
+        "the weight of {what} is not the parameter that it had at make_private (torch.func.functional_call, or a "
+        "weight that was replaced): gradients would be taken at one weight and released for another. Call the model "
+        "itself; to change its weights, write to them in place under torch.no_grad().",
     ),
     "elsewhere": (
         PrivacyViolation,
@@ -60,8 +75,9 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     ),
     "unfrozen": (
         PrivacyViolation,
-        "parameter {what!r} was made trainable after make_private: its gradient would be neither clipped nor noised. "
-        "Decide what trains before make_private; to unfreeze layers later, detach() and start a new engine.",
+        "parameter {what!r} was made trainable, or added to the model, after make_private: its gradient would be "
+        "neither clipped nor noised. Decide what trains before make_private; to unfreeze or add layers later, detach() "
+        "and start a new engine.",
     ),
     "checkpoints": (
         UnsupportedModelError,

@@ -78,11 +78,10 @@ class LayerTap(torch.autograd.Function):
 
 def _layer_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, *kept = ctx.saved_tensors
-    needs = ctx.needs_input_grad[3:]
     with no_autocast():
-        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, needs)
-        sums = ctx.clipper.collect(ctx.call, use)
-    return None, None, None, to_x, sums[0] if needs[1] else None, sums[-1] if needs[2] else None
+        to_x, use = ctx.rule.backward(x, weight, tuple(kept), g, ctx.needs_input_grad[3:])
+        ctx.clipper.collect(ctx.call, use, ctx.next_functions[1:])
+    return None, None, None, to_x, None, None
 
 
 _differentiated_once: Callable[..., Any] = once_differentiable(_layer_backward)
@@ -121,7 +120,9 @@ class FunctionTap(torch.autograd.Function):
         with no_autocast():
             with clipper.quietly():
                 to_inputs, use = ctx.run.backward(ctx.parameters, grads)
-            return None, None, None, *clipper.collect(ctx.call, use), *to_inputs
+            parameters = ctx.next_functions[: len(ctx.parameters)]
+            clipper.collect(ctx.call, use, parameters)
+            return None, None, None, *([None] * len(parameters)), *to_inputs
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -37,6 +37,7 @@ class Unit:
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
+    first_weight: Any = None  # of a layer with a rule, when it was attached
     own_names: list[str] = field(default_factory=list)  # below this module: of a tied weight, another than in ``names``
     places: list[list[str]] = field(default_factory=list)  # below this module: all modules that hold it, each once
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass

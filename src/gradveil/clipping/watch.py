@@ -1,6 +1,7 @@
-"""Gradients on their way to ``.grad``, and whether they are still the same when ``step()`` takes them.
+"""The guard on tracked parameters: no gradient reaches them through autograd.
 
-The C++ library (kernels/layers.py) has the same watch for models with many small layers; this one is always there.
+The C++ library (kernels/layers.py) has the same for models with many small layers, and holds what passes there have
+left; this one is always there.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradveil.kernels.layers import Gathered
+from gradveil.kernels.layers import Gathered, Sums
 
 
 class Watch(Protocol):
-    """Every followed parameter has a hook that lets only its clipped sum through, and a stamp of its gradient."""
+    """A hook on every tracked parameter refuses any gradient, and passes in C++ leave their sums here.
+
+    Rules return no gradient for a parameter, so one that arrives is from a use that nobody clipped.
+    """
 
     number: int
     own_hooks: int  # that Python can see on a followed parameter
@@ -24,17 +28,17 @@ class Watch(Protocol):
 
     def forget(self, parameter: Tensor, slot: int) -> None: ...
 
-    def expect(self, slot: int, total: Tensor) -> None:
-        """The gradient that is to come."""
+    def lenient(self, on: bool) -> None:
+        """While on, gradients of untracked passes go to the parameters."""
 
-    def stamp(self) -> None:
-        """The gradients as they are now are the ones that were clipped."""
+    def other_leaves(self) -> list[Tensor]:
+        """Leaves that the backward pass under way may reach, other than followed parameters."""
+
+    def take_sums(self) -> Sums:
+        """The sums that passes in C++ have left since they were last taken."""
 
     def start_step(self) -> None:
-        """Nothing is stamped, or gathered, yet."""
-
-    def touched(self) -> int:
-        """The first parameter whose gradient is not as it was stamped; -1: none."""
+        """Nothing is gathered yet."""
 
     def differentiating(self) -> int:
         """The number of the pass whose backward is under way in C++; -1: none."""
@@ -51,21 +55,14 @@ class PythonWatch:
     def __init__(self, refuse: Callable[[int, str], None]) -> None:
         self.number = -1  # by which C++ knows a watch: not this one
         self._refuse = refuse
-        self._parameters: list[Tensor] = []
-        self._expected: list[Tensor | None] = []
         self._handles: list[Any] = []
-        self._stamps: list[tuple[int, int] | None] = []  # where a gradient is, and how often it was written to
+        self._lenient = False
 
     def follow(self, parameter: Tensor) -> int:
-        slot = len(self._expected)
-        self._parameters.append(parameter)
-        self._expected.append(None)
+        slot = len(self._handles)
 
         def check(grad: Tensor | None) -> None:
-            mine, self._expected[slot] = self._expected[slot], None
-            if grad is None:  # kept for the end of the pass
-                return
-            if mine is None or mine.data_ptr() != grad.data_ptr():
+            if grad is not None and not self._lenient:
                 self._refuse(slot, "stranger")
 
         self._handles.append(parameter.register_hook(check))
@@ -74,30 +71,20 @@ class PythonWatch:
     def forget(self, parameter: Tensor, slot: int) -> None:
         self._handles[slot].remove()
 
-    def expect(self, slot: int, total: Tensor) -> None:
-        # The reference that is held until the hook has run keeps autograd from adding another gradient into it.
-        self._expected[slot] = total
+    def lenient(self, on: bool) -> None:
+        self._lenient = on
 
-    def stamp(self) -> None:
-        self._stamps = [_stamp(p) for p in self._parameters]
+    def other_leaves(self) -> list[Tensor]:
+        return []  # not known here; the loss is looked at on checked batches, and inputs in every call
+
+    def take_sums(self) -> Sums:
+        return [], []
 
     def start_step(self) -> None:
-        self._stamps = []
-
-    def touched(self) -> int:
-        stamps = self._stamps or [None] * len(self._parameters)
-        for i, (parameter, stamp) in enumerate(zip(self._parameters, stamps, strict=True)):
-            if parameter.grad is not None and stamp != _stamp(parameter):
-                return i
-        return -1
+        pass
 
     def differentiating(self) -> int:
         return -1
 
     def gathered(self) -> Gathered:
         return 0, 0, [], [], []
-
-
-def _stamp(parameter: Tensor) -> tuple[int, int] | None:
-    grad = parameter.grad
-    return None if grad is None else (grad.data_ptr(), grad._version)

@@ -2,7 +2,7 @@
 
 Of every group a bound C, and of every example in it a weight min(1, C / norm); or, where given, C / (norm + gamma), or
 norms of whitened coordinates. A use that holds whole groups by itself is clipped at once, by a kernel where one fits;
-uses that only together hold a group say their norms first. Norms and weights are noted in the harvest of the step.
+uses that only together hold a group say their norms first. Norms and weights are noted in the pass.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ class Weighing:
             found = on_cuda.clipped(use, clip)
             if found is None:
                 return None
-            self.harvest.note(group, found.norms, found.weights, bounds.exact_of[group])
+            current.note(group, found.norms, found.weights, bounds.exact_of[group])
             return found.sums
         if current.present is not None:
             return None  # the CPU's kernels know of no padding
         at_once = use.clipped_at_once(self.bounds_inside[group])
         if at_once is None:
             return None
-        self.harvest.note(group, at_once.norms, at_once.weights, self.bounds[group])
+        current.note(group, at_once.norms, at_once.weights, self.bounds[group])
         if at_once.not_finite:
             self._kept([at_once.weights], current, slice(None))
         return at_once.sums
@@ -132,7 +132,7 @@ class Weighing:
                 norms = np.sqrt(sum(square.numpy() for square in squares))
             found, finite = weights_of(norms, self.bounds[group] * inside(squares[0].dtype))
             weights = torch.from_numpy(found)
-            self.harvest.note(group, torch.from_numpy(norms), weights, self.bounds[group])
+            current.note(group, torch.from_numpy(norms), weights, self.bounds[group])
             keep = None if finite is None else self._kept([weights], current, rows)
             return [weights] * len(squares), keep
 
@@ -162,7 +162,7 @@ class Weighing:
             weights = (norms + self.gamma).reciprocal_().mul_(scale).nan_to_num_(nan=0.0)
         if current.present is not None:
             weights = weights * current.present[rows]
-        self.harvest.note(group, norms, weights, bound)
+        current.note(group, norms, weights, bound)
         return weights
 
     def _kept(self, weights: list[Tensor], current: Pass, rows: slice) -> Tensor | None:

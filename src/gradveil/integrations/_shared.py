@@ -2,7 +2,7 @@
 
 These libraries count epochs of one pass over the data. A private run is one sequence of steps; it is cut into epochs
 of as many steps as the user's own loader has batches, so that an epoch costs what it did and ``steps`` is easy to say:
-``PrivacyEngine(steps=epochs * len(loader))``.
+``PrivacyEngine(epochs=3)``, or ``steps=3 * len(loader)``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class EpochLoader:
 
 def check_steps(engine: PrivacyEngine, planned: float, *, epochs: float | None, batches: int) -> None:
     """Refuse a trainer that will take another number of steps than the run declares."""
-    if planned == engine.plan.steps:
+    settings = engine.settings
+    declared = settings.steps if settings.steps is not None else (settings.epochs or 0) * batches
+    if planned == declared:
         return
     endless = not math.isfinite(planned)
     told = "steps without end" if endless else f"{planned:g} steps"
@@ -72,20 +74,10 @@ def check_steps(engine: PrivacyEngine, planned: float, *, epochs: float | None, 
         told += f" ({epochs:g} epochs of {batches})"
     fix = "Limit the trainer's steps" if endless else f"Declare PrivacyEngine(steps={planned:g})"
     raise ConfigError(
-        f"the trainer is set to take {told}, and the engine declares {engine.plan.steps}: schedules of the clip bound "
+        f"the trainer is set to take {told}, and the engine declares {declared}: schedules of the clip bound "
         f"and of sigma span the declared steps, and no further step may be taken. {fix}, or let the trainer take "
-        f"{engine.plan.steps}."
+        f"{declared}."
     )
-
-
-def check_early_stopping(engine: PrivacyEngine, name: str) -> None:
-    """When training stops is itself learned from data: the engine must have been told from which."""
-    if engine.stopping == "none":
-        raise ConfigError(
-            f"{name} ends training when a metric says so, and the engine was not told: stopping on private data costs "
-            "the privacy of all declared steps. Declare PrivacyEngine(stopping='private'), or stopping='public' if "
-            "the metric is computed from public data."
-        )
 
 
 def refuse_metric_scheduler(name: str) -> ConfigError:
@@ -104,7 +96,8 @@ def ending(engine: PrivacyEngine) -> str:
 def epsilon_so_far(engine: PrivacyEngine) -> dict[str, float]:
     """An epsilon to watch, under a name that says what it is: proved (RDP; the statement is tighter) or as published.
 
-    Empty where there is nothing to say.
+    Of the steps taken: a run that stops before its last declared step is charged for more. Empty where there is
+    nothing to say.
     """
     from gradveil.accounting import default_view, from_releases, is_noised, proved_epsilon
 
@@ -112,7 +105,7 @@ def epsilon_so_far(engine: PrivacyEngine) -> dict[str, float]:
     if not engine.plan.strategy.is_private or not releases:
         return {}
     neighbours, _ = default_view(header.sampling)
-    proved = proved_epsilon(header, releases, neighbours=neighbours, accountant="RDP").epsilon
+    proved = proved_epsilon(header, releases, neighbours=neighbours, accountant="RDP", charge="taken").epsilon
     if math.isfinite(proved):
         return {epsilon_name("proved (RDP)"): proved}
     if not is_noised(header, releases):

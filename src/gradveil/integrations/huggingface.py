@@ -1,7 +1,7 @@
 """transformers.Trainer, trained privately.
 
     engine = gradveil.PrivacyEngine(clip=1.0, sigma=1.0, steps=300, delta=1e-5)
-    trainer = PrivateTrainer(engine=engine, model=model, args=TrainingArguments(max_grad_norm=0, ...), ...)
+    trainer = PrivateTrainer(engine=engine, model=model, args=TrainingArguments(...), ...)
     trainer.train()
     print(engine.statement())
 
@@ -9,9 +9,10 @@ The model, its adapters, collator, optimizer and schedule are the Trainer's own.
 outside the model, each example's by itself: a mean over the tokens of a whole batch would let one example's labels move
 the gradients of the others.
 
-Refused, with the fix: gradient clipping and accumulation by the Trainer, fp16 with a loss scale, several devices,
-sampling by length, label smoothing (its normaliser counts the batch's labels), a learning rate that follows a metric,
-early stopping that the engine was not told of, another number of steps than declared, resuming, hyper-parameter search.
+Refused, with the fix: accumulation by the Trainer, fp16 with a loss scale, several devices, sampling by length, label
+smoothing (its normaliser counts the batch's labels), a learning rate that follows a metric, another number of steps
+than declared, resuming, hyper-parameter search. The Trainer may clip gradients (max_grad_norm): those are noised.
+Early stopping is charged for all declared steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from gradveil.engine import PrivacyEngine
 from gradveil.errors import ConfigError
 from gradveil.integrations._shared import (
     EpochLoader,
-    check_early_stopping,
     check_steps,
     ending,
     epsilon_so_far,
@@ -160,9 +160,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 logs |= epsilon_so_far(self.engine)
         super().log(logs, *args, **kwargs)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """The norm of the sums before the noise is nobody's business, and asking for it writes to the gradients."""
-
     # ----
 
     def _predicts_next_token(self) -> bool:
@@ -186,12 +183,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 "Set per_device_train_batch_size to the whole batch, and PrivateTrainer(physical_batch_size=...) to "
                 "what fits into memory."
             )
-        if args.max_grad_norm:
-            raise ConfigError(
-                f"max_grad_norm is {args.max_grad_norm} (1.0 where it is left out): every example is clipped already, "
-                "and clipping their sum before the noise would change what the noise is scaled to. Set max_grad_norm=0;"
-                " the bound is PrivacyEngine(clip=...)."
-            )
         if args.fp16:
             raise ConfigError(
                 "fp16 scales the loss, so gradients are scaled when they are clipped, and the bound would move with "
@@ -210,9 +201,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             )
         if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in _FOLLOW_METRICS:
             raise refuse_metric_scheduler(str(args.lr_scheduler_type))
-        if any(type(c).__name__ == "EarlyStoppingCallback" for c in self.callback_handler.callbacks):
-            check_early_stopping(self.engine, "EarlyStoppingCallback")
-        if self.engine.loss_reduction != "mean":
+        if self.engine.settings.loss_reduction != "mean":
             raise ConfigError("the Trainer's losses are means: make the engine with loss_reduction='mean'.")
 
 

@@ -7,12 +7,12 @@
     print(engine.statement())
 
 The module and its ``training_step`` stay as they are; the step must call the model as ``self(x)`` (or the one
-sub-module that holds the parameters, where there is no ``forward``). Automatic and manual optimization both work:
-Lightning hands its forward and backward to ``optimizer.step`` as a closure, which is run before the noise is added.
+sub-module that holds the parameters, where there is no ``forward``). Automatic and manual optimization both work, and
+so does gradient clipping by the Trainer: what it clips is noised already.
 
-Refused, with the fix: gradient clipping and accumulation by the Trainer, 16-bit precision with a loss scale, several
-optimizers or devices, a learning rate that follows a metric, early stopping that the engine was not told of, and
-another number of steps than declared.
+Refused, with the fix: accumulation by the Trainer, 16-bit precision with a loss scale, several
+optimizers or devices, a learning rate that follows a metric, and another number of steps than declared. Early stopping
+is charged for all declared steps.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from gradveil.engine import PrivacyEngine
-from gradveil.errors import ConfigError, RunDirectoryError
+from gradveil.errors import ConfigError
 from gradveil.integrations._shared import (
     EpochLoader,
-    check_early_stopping,
     check_steps,
     ending,
     epsilon_so_far,
@@ -79,12 +78,11 @@ class PrivateTraining(Callback):  # type: ignore[misc]
             check_steps(self.engine, trainer.estimated_stepping_batches, epochs=epochs, batches=len(self._loader))
         optimizer: Optimizer = trainer.optimizers[0]
         self._handles = [
-            optimizer.register_step_pre_hook(_run_closure_first),  # before the engine's own hook
             optimizer.register_step_post_hook(lambda *_: self.engine.commit()),  # before any callback or logger
         ]
         self._loader.make_private(self._followed(pl_module), optimizer)
         if self._restored is not None:
-            self._go_on(self._restored)
+            self.engine.load_state_dict(self._restored)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         for name, value in epsilon_so_far(self.engine).items():
@@ -110,15 +108,6 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        if self.engine.ledger.length < int(state["ledger_length"]):
-            raise RunDirectoryError(
-                f"the checkpoint is of step {state['step']} of a run whose ledger had {state['ledger_length']} lines, "
-                f"and this engine's has {self.engine.ledger.length}: what was released before would not be counted. "
-                "Give the engine the run_dir of that run, and resume=True."
-            )
-        self.engine.load_state_dict(state)
 
     def _followed(self, module: Any) -> nn.Module:
         """What training_step calls: the module itself where it has a forward, else the one part that trains."""
@@ -154,15 +143,10 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         accumulates = any(type(c).__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks)
         if trainer.accumulate_grad_batches != 1 or accumulates:
             raise ConfigError(
-                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: each step is accounted for one drawn "
-                "batch, and an example in two of them would count twice. Leave it at 1 and give the loader the whole "
-                "batch size; for batches larger than memory use a loop of your own with physical_batch_size."
-            )
-        if trainer.gradient_clip_val:
-            raise ConfigError(
-                f"gradient_clip_val is {trainer.gradient_clip_val}: every example is clipped already, and clipping "
-                "their sum before the noise would change what the noise is scaled to. Leave it out; the bound is "
-                "PrivacyEngine(clip=...)."
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: the Trainer divides the loss by it "
+                "before examples are clipped, so the clip bound would mean something else. Leave it at 1 and give the "
+                "loader the whole batch size; for batches larger than memory use a loop of your own with "
+                "physical_batch_size."
             )
         if str(trainer.precision).startswith("16"):
             raise ConfigError(
@@ -171,17 +155,6 @@ class PrivateTraining(Callback):  # type: ignore[misc]
             )
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             raise refuse_metric_scheduler("ReduceLROnPlateau")
-        if trainer.early_stopping_callbacks:
-            check_early_stopping(self.engine, "EarlyStopping")
-
-
-def _run_closure_first(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lightning's closure is forward and backward: run it now, so that its gradients are there to be noised."""
-    rest = {name: value for name, value in kwargs.items() if name != "closure"}
-    closure = kwargs.get("closure")
-    if closure is not None:
-        closure()
-    return args, rest
 
 
 def _base_forward() -> Any:

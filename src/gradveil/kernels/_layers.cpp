@@ -84,25 +84,43 @@ struct LayerNode : OwnNode {
         if (done) refuse(pass->clipper, layer->unit, "twice");
         if (!pass->started) refuse(pass->clipper, layer->unit, "elsewhere");
         TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
-        done = true;
+        const bool asked = is_asked_for();
+        done |= asked;
         const bool differentiable = at::GradMode::is_enabled();
         at::AutoGradMode off(false);
         const Tensor input = x.unpack(), matrix = weight.unpack();
         variable_list others;
         for (const auto& t : kept) others.push_back(t.unpack());
-        const variable_list found = differentiate(input, matrix, others, gradient(grads).contiguous());
+        const variable_list found = differentiate(input, matrix, others, gradient(grads).contiguous(), asked);
         return differentiable ? once(found) : found;
     }
 
    private:
-    // The gradients of input, weight and bias.
-    variable_list differentiate(const Tensor& input, const Tensor& weight, const variable_list& kept, const Tensor& g) {
+    // Whether this backward pass is to reach the parameters; refused where autograd.grad would hand out their gradients.
+    bool is_asked_for() const {
+        const auto* info = torch::autograd::get_current_graph_task_exec_info();
+        if (!info || info->empty()) return true;
+        bool asked = false;
+        for (size_t i = 1; i < num_outputs(); i++) {
+            const auto found = info->find(next_edge(i).function.get());
+            if (found == info->end()) continue;
+            if (found->second.captures_) refuse(pass->clipper, layer->unit, "captured");
+            asked |= found->second.needed_;
+        }
+        return asked;
+    }
+
+    // The gradient of the input. The parameters' clipped sums go to the pass; autograd gets none.
+    variable_list differentiate(const Tensor& input, const Tensor& weight, const variable_list& kept, const Tensor& g,
+                                bool asked) {
         // For backward() inside an autocast block: see no_autocast in clipping/function_state.py.
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const Tensor x = layer->kind == CONVOLUTION ? input : input.contiguous();
-        if (pass->was_clipped(layer->unit)) refuse(pass->clipper, layer->unit, "checkpoints");
         variable_list found(3);
         if (task_should_compute_output(0)) found[0] = layer->input_gradient(x, weight, kept, g);
+        if (!asked) return found;
+        if (pass->was_clipped(layer->unit)) refuse(pass->clipper, layer->unit, "checkpoints");
+        pass->asked = true;
         const Tensor factor = layer->as_multiplied(x, g);
         Clipped clipped;
         const bool once_used = pass->uses(layer->unit) == 1;
@@ -111,11 +129,10 @@ struct LayerNode : OwnNode {
             pass->wait(layer->wait(x, weight, g, *pass));
         } else if (clipped.done) {
             pass->set_clipped(layer->unit);
-            for (size_t i = 0; i < clipped.sums.size(); i++) layer->watch->expect(layer->slots[i], clipped.sums[i]);
         } else {
             clipped.sums = collect(*layer, *pass, factor, weight, kept, g);
         }
-        for (size_t i = 0; i < clipped.sums.size(); i++) found[1 + i] = std::move(clipped.sums[i]);
+        for (size_t i = 0; i < clipped.sums.size(); i++) pass->deliver(layer->slots[i], std::move(clipped.sums[i]));
         return found;
     }
 
@@ -143,8 +160,7 @@ struct LayerNode : OwnNode {
 
 // ---- the end of a pass
 
-// The uses that waited, clipped together: nothing of their groups is kept elsewhere. The clipped sums become, or are added
-// to, the gradients of their parameters.
+// The uses that waited, clipped together: nothing of their groups is kept elsewhere.
 static void clip_waiting(Pass& pass) {
     at::AutoGradMode off(false);
     std::vector<Waiting> waiting;
@@ -179,8 +195,21 @@ static void clip_waiting(Pass& pass) {
         const Tensor weight = layer.watch->parameter(layer.slots[0]);
         if (!weight.defined()) continue;
         const std::vector<Tensor> sums = layer.weighted_sums(waiting[i], weight, weights.at(layer.group), lost);
-        for (size_t j = 0; j < sums.size(); j++) layer.watch->add_gradient(layer.slots[j], sums[j]);
+        for (size_t j = 0; j < sums.size(); j++) pass.deliver(layer.slots[j], sums[j]);
     }
+}
+
+// Leaves that the backward pass under way may reach, other than the parameters that are followed.
+static std::vector<Tensor> other_leaves(const Watch& watch) {
+    std::vector<Tensor> found;
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) return found;
+    for (torch::autograd::Node* node : *nodes) {
+        if (!node->next_edges().empty()) continue;
+        const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node);
+        if (leaf && leaf->variable.defined() && !watch.follows(leaf->variable)) found.push_back(leaf->variable);
+    }
+    return found;
 }
 
 // The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss.
@@ -209,16 +238,33 @@ struct OutputNode : OwnNode {
         const Tensor g = gradient(grads);
         if (g.dim() == 0 && pass->batch > 1) refuse(pass->clipper, 0, "scalar");
         const auto watch = Watch::find(pass->clipper);
+        if (pass->number < watch->oldest) refuse(pass->clipper, 0, "released");
         watch->differentiating = pass->number;
         pass->started = true;
-        torch::autograd::Engine::get_default_engine().queue_callback([pass = pass, watch] { finish(*pass, *watch); });
+        const auto* info = torch::autograd::get_current_graph_task_exec_info();
+        pass->asked |= !info || info->empty();
+        const int task = torch::autograd::get_current_graph_task_id();
+        if (watch->task != task) {  // a model with several outputs comes here for each of them
+            watch->task = task;
+            const std::vector<Tensor> leaves = other_leaves(*watch);
+            if (!leaves.empty()) {
+                static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::look_at_leaves", "");
+                torch::jit::Stack stack{pass->clipper, leaves};
+                op.callBoxed(stack);
+            }
+            torch::autograd::Engine::get_default_engine().queue_callback([pass = pass, watch] { finish(*pass, *watch); });
+        } else if (watch->reached != pass->number) {
+            refuse(pass->clipper, 0, "two passes");
+        }
+        watch->reached = pass->number;
         return {scale == 1.0 ? g : g * scale};
     }
 
    private:
-    // The backward pass has ended: what had to wait for it is clipped.
+    // The backward pass has ended: what had to wait for it is clipped, and the sums are the watch's.
     static void finish(Pass& pass, Watch& watch) {
-        watch.differentiating = -1;
+        watch.differentiating = watch.task = -1;
+        if (!std::exchange(pass.asked, false)) return;  // only the gradient of an input was asked for
         if (pass.kept_in_python) {
             static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::finish", "");
             torch::jit::Stack stack{pass.clipper, pass.number};
@@ -228,6 +274,9 @@ struct OutputNode : OwnNode {
             clip_waiting(pass);
         }
         watch.finish(pass);
+        static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradveil::ended", "");
+        torch::jit::Stack stack{pass.clipper, pass.number};
+        op.callBoxed(stack);
     }
 
     intrusive_ptr<Pass> pass;
@@ -332,19 +381,24 @@ TORCH_LIBRARY(gradveil, m) {
     m.def("keeps_uses(int current) -> ()", [](int64_t pass) { Pass::find(pass)->kept_in_python = true; });
     m.def("take_waiting(int current) -> (int[], Tensor[], Tensor[], Tensor[], Tensor[], Tensor[])", take_waiting);
     m.def("gathered(int clipper) -> (int, int, int[], Tensor[], Tensor[])", gathered);
-    m.def("expect(int clipper, int slot, Tensor total) -> ()",
-          [](int64_t clipper, int64_t slot, const Tensor& total) { Watch::find(clipper)->expect(slot, total); });
-    m.def("stamp(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->stamp(); });
     m.def("start_step(int clipper) -> ()", [](int64_t clipper) { Watch::find(clipper)->start_step(); });
-    m.def("touched(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->touched(); });
+    m.def("deliver(int current, int slot, Tensor sum) -> ()",
+          [](int64_t pass, int64_t slot, const Tensor& sum) { Pass::find(pass)->deliver(slot, sum.alias()); });
+    m.def("take_sums(int clipper) -> (int[], Tensor[])", [](int64_t clipper) {
+        auto found = Watch::find(clipper)->take_sums();
+        return std::tuple<Ints, std::vector<Tensor>>(std::move(found.first), std::move(found.second));
+    });
+    m.def("other_leaves(int clipper) -> Tensor[]", [](int64_t clipper) { return other_leaves(*Watch::find(clipper)); });
+    m.def("lenient(int clipper, bool on) -> ()", [](int64_t clipper, bool on) { Watch::find(clipper)->lenient = on; });
     m.def("differentiating(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->differentiating; });
-    m.def("learn_noise(int device, int[] on_gradients, int[] with_step) -> ()", learn_noise);
-    m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator, Tensor(b!)[] parameters, "
-          "float[] rates) -> ()", add_noise);
-    m.def("add_cipher_noise(Tensor(a!)[] grads, float[] stds, float divide_by, int[] key, int first, "
-          "Tensor(b!)[] parameters, float[] rates) -> ()", add_cipher_noise);
+    m.def("learn_noise(int device, int[] on_gradients) -> ()", learn_noise);
+    m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);
+    m.def("add_cipher_noise(Tensor(a!)[] grads, float[] stds, float divide_by, int[] key, int first) -> ()",
+          add_cipher_noise);
     // What the C++ code calls; layers.py implements it.
     m.def("collect(int clipper, int current, int unit, Tensor x, Tensor weight, Tensor[] kept, Tensor g) -> Tensor[]");
     m.def("finish(int clipper, int current) -> ()");
+    m.def("ended(int clipper, int current) -> ()");
+    m.def("look_at_leaves(int clipper, Tensor[] leaves) -> ()");
     m.def("refuse(int clipper, int place, str why) -> ()");
 }

@@ -144,37 +144,20 @@ static void normals(const Stream& s, uint32_t first, double* out) {
 
 struct Target {
     void* grad;
-    void* parameter;  // null: only the gradient
     int64_t count;
     double std;
-    double rate;      // of the parameter's step
     int32_t doubles;  // 0: float32
     uint32_t index;   // of the tensor in its step
     int64_t start;    // place of the first element in the tensor: 0, but for a shard
 };
 
-// In one rounding where the machine has it in one instruction, as torch's own update; in two elsewhere.
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-static inline double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
-#else
-template <class Real>
-static inline Real fused(Real a, Real b, Real c) { return a * b + c; }
-#endif
-
-template <class Real>
-static inline void step(Real* parameter, const Real* grad, Real rate, long from, long to) {
-    for (long i = from; i < to; i++) parameter[i] = fused(-rate, grad[i], parameter[i]);
-}
-
 // grad <- (grad + std z) / divide_by, as grad / divide_by + (std / divide_by) z by one reciprocal: a vector division takes
-// longer than the cipher's rounds; and then, where there is a parameter, parameter <- parameter - rate grad.
-// Batches first .. last - 1 of a tensor, of which grad is places start and after.
+// longer than the cipher's rounds. Batches first .. last - 1 of a tensor, of which grad is places start and after.
 template <class Real>
 static void add_batches(const Target& target, Stream s, Real divide_by, long first, long last) {
     const long batch = sizeof(Real) == 4 ? BATCH : BATCH / 2, count = target.count, start = target.start;
-    const Real share = 1 / divide_by, scale = (Real)target.std * share, rate = (Real)target.rate;
-    Real *const grad = (Real*)target.grad, *const parameter = (Real*)target.parameter;
+    const Real share = 1 / divide_by, scale = (Real)target.std * share;
+    Real* const grad = (Real*)target.grad;
     Real z[BATCH];
     for (long b = first; b < last; b++) {
         const uint64_t counter = (uint64_t)b * LANES;
@@ -187,7 +170,6 @@ static void add_batches(const Target& target, Stream s, Real divide_by, long fir
             for (long i = 0; i < batch; i++) at[i] = at[i] * share + scale * z[i];
         else
             for (long i = from; i < to; i++) at[i] = at[i] * share + scale * z[i];
-        if (parameter) step(parameter + place, at, rate, from, to);
     }
 }
 

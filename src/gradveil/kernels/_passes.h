@@ -1,4 +1,4 @@
-// Passes through a model as C++ knows them, and the watch over the gradients that they leave. Included by _layers.cpp.
+// Passes through a model as C++ knows them, and the clipped sums that they leave. Included by _layers.cpp.
 
 #pragma once
 
@@ -9,6 +9,8 @@
 #include <dlfcn.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -24,6 +26,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -38,9 +41,9 @@ struct ConvShape {
     int values[15];
 };
 struct NoiseTarget {
-    void *grad, *parameter;
+    void* grad;
     int64_t count;
-    double std, rate;
+    double std;
     int32_t doubles;
     uint32_t index;
     int64_t start;
@@ -196,9 +199,19 @@ struct Pass : Numbered<Pass> {
     void note(int64_t group, const Tensor& norms_and_weights) { noted.emplace_back(group, norms_and_weights); }
     Tensor flags(const Tensor& like);
 
+    // A clipped sum of the parameter in a slot. Nodes on several devices deliver from several threads.
+    void deliver(int64_t slot, Tensor sum) {
+        std::lock_guard<std::mutex> guard(sums_lock);
+        if (sum.is_cuda()) streams.push_back(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(sum.device()));
+        sums.emplace_back(slot, std::move(sum));
+    }
+
     const int64_t clipper, batch;
     const std::shared_ptr<const Settings> settings;
 
+    std::vector<std::pair<int64_t, Tensor>> sums;  // by slot; the watch's only when the backward pass has ended
+    std::vector<c10::Stream> streams;              // on which they were computed
+    bool asked = false;  // whether the backward pass under way is to reach the parameters
     std::vector<std::pair<int64_t, Tensor>> noted;  // group, norms and weights (2, batch)
     std::vector<Waiting> waiting;
     bool started = false;                     // its backward pass has come through the model's output
@@ -207,13 +220,15 @@ struct Pass : Numbered<Pass> {
     std::optional<Tensor> lost;  // (batch,): 1 where an example was not finite in some group
 
    private:
+    std::mutex sums_lock;
     std::vector<int64_t> calls, recalls;
     std::vector<char> clipped, claimed;
 };
 
-// ---- gradients on their way to .grad, and what they are when step() looks at them again
+// ---- the clipped sums of passes that have ended
 
-// Every parameter has a hook that lets only the clipped sum through, and a stamp that shows whether .grad was changed.
+// Every parameter has a hook that refuses any gradient: clipped sums come past autograd, so what arrives is from a use
+// that nobody clipped.
 struct Watch : Numbered<Watch> {
     using Numbered::Numbered;
 
@@ -226,50 +241,41 @@ struct Watch : Numbered<Watch> {
             return Tensor();
         });
         followed.push_back({c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                                parameter.getIntrusivePtr()), Tensor(), hook, NONE});
+                                parameter.getIntrusivePtr()), hook});
+        known.insert(parameter.unsafeGetTensorImpl());
         return slot;
     }
 
     void forget(const Tensor& parameter, int64_t slot) { parameter.remove_hook(followed.at(slot).hook); }
 
-    // The reference that is held until the hook has run keeps autograd from adding another gradient into this tensor.
-    void expect(int64_t slot, const Tensor& sum) { followed[slot].expected = sum; }
+    bool follows(const Tensor& t) const { return known.count(t.unsafeGetTensorImpl()) != 0; }
 
     Tensor parameter(int64_t slot) const { return Tensor(followed[slot].parameter.lock()); }
 
-    // At the end of a pass.
-    void add_gradient(int64_t slot, const Tensor& sum) {
-        const Tensor parameter = this->parameter(slot);
-        if (!parameter.defined()) return;
-        Tensor& grad = parameter.mutable_grad();
-        if (grad.defined())
-            grad.add_(sum);
-        else
-            grad = sum;
-    }
-
-    void stamp() {
-        for (Followed& f : followed) f.stamp = f.stamp_now();
-    }
-
-    // Nothing is gathered yet.
+    // Nothing is gathered yet, and passes that began before can no longer be differentiated.
     void start_step() {
-        for (Followed& f : followed) f.stamp = NONE;
+        if (current) oldest = current->number + 1;
+        sums.clear();
         gathered = Gathered();
     }
 
-    // The first parameter whose .grad is not as it was stamped; -1: none.
-    int64_t touched() {
-        for (size_t i = 0; i < followed.size(); i++) {
-            const Stamp now = followed[i].stamp_now();
-            if (now != NONE && now != followed[i].stamp) return (int64_t)i;
+    // The sums since they were last taken; a slot comes once for each pass and use that has left one.
+    std::pair<Ints, std::vector<Tensor>> take_sums() {
+        std::pair<Ints, std::vector<Tensor>> found;
+        for (auto& [slot, sum] : sums) {
+            found.first.push_back(slot);
+            found.second.push_back(std::move(sum));
         }
-        return -1;
+        sums.clear();
+        return found;
     }
 
-    // The backward pass of a pass has ended, and its gradients are what they should be.
+    // The backward pass of a pass has ended.
     void finish(Pass& pass) {
-        stamp();
+        wait_for(pass.streams);
+        for (auto& each : pass.sums) sums.push_back(std::move(each));
+        pass.sums.clear();
+        pass.streams.clear();
         for (auto& [group, both] : pass.noted) {
             gathered.groups.push_back(group);
             gathered.found.push_back(std::move(both));
@@ -306,32 +312,32 @@ struct Watch : Numbered<Watch> {
     std::shared_ptr<const Settings> settings;  // of the coming passes
     intrusive_ptr<Pass> current;  // the model's last call
     int64_t differentiating = -1;  // the pass whose backward is under way
+    bool lenient = false;          // passes that nobody tracks are differentiated
+    int64_t oldest = 0;            // the first pass of this step
+    int64_t reached = -1;          // the pass that ``task`` has come to
+    int task = -1;                 // the last backward() that has come to an output of the model
 
    private:
-    typedef std::pair<const void*, int64_t> Stamp;  // where a gradient is, and how often it was written to
-    inline static const Stamp NONE{nullptr, -1};
-
     struct Followed {
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> parameter;  // the user's
-        Tensor expected;
         unsigned hook;
-        Stamp stamp;
-
-        Stamp stamp_now() const {
-            const Tensor alive(parameter.lock());
-            if (!alive.defined() || !alive.grad().defined()) return NONE;
-            return Stamp(alive.grad().data_ptr(), alive.grad()._version());
-        }
     };
 
     void check(int64_t slot, const Tensor& grad) {
-        Tensor mine;
-        std::swap(mine, followed[slot].expected);
-        if (!grad.defined()) return;  // kept for the end of the pass
-        if (!mine.defined() || mine.data_ptr() != grad.data_ptr()) refuse(number, slot, "stranger");
+        if (grad.defined() && !lenient) refuse(number, slot, "stranger");
     }
 
+    // Parts of a model that ran on other streams than the one that goes on: rare, so the host waits for them.
+    static void wait_for(const std::vector<c10::Stream>& streams) {
+        for (const c10::Stream& stream : streams) {
+            const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);
+            if (stream != device.getStream(stream.device())) device.synchronizeStream(stream);
+        }
+    }
+
+    std::vector<std::pair<int64_t, Tensor>> sums;
     std::vector<Followed> followed;
+    std::unordered_set<const c10::TensorImpl*> known;
     Tensor flag_rows;
     int64_t next_flags = 0;
 };

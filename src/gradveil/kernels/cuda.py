@@ -358,30 +358,21 @@ _NOISE_BLOCK = 1024
 
 def add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float) -> None:
     """g becomes (g + std z) / divide_by for all gradients of a table on the device, in one launch."""
-    _add_noise(table, noise, std, divide_by=divide_by, step=False)
-
-
-def _add_noise(table: Tensor, noise: Tensor, std: Tensor, *, divide_by: float, step: bool) -> None:
     _launch(
         _triton.noise_on_gradients, (len(table),), table, noise, std, divide_by, 0.0,
-        STEP=step, BLOCK=_NOISE_BLOCK, num_warps=4,
+        STEP=False, BLOCK=_NOISE_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def noise_kernels(device: torch.device) -> list[tuple[int, int, int]]:
-    """Handle, threads and shared memory of the kernel behind :func:`add_noise`, and of the one that also takes a step.
-
-    Empty where C++ cannot launch them.
-    """
+    """Handle, threads and shared memory of the kernel behind :func:`add_noise`; empty where C++ cannot launch it."""
     if not available():
         return []
     grad, std = torch.zeros(_NOISE_BLOCK, device=device), torch.ones(1, device=device)
     host, noise = noise_table([grad]), torch.zeros_like(grad)
-    host[:, 3] = host[:, 0]  # a step of rate 0
     table = host.to(device)
     with torch.cuda.device(device), programs.recording([table, noise, std]) as recorder:
-        for step in (False, True):
-            _add_noise(table, noise, std, divide_by=2.0, step=step)
+        add_noise(table, noise, std, divide_by=2.0)
     return recorder.launches
 
 

@@ -36,6 +36,10 @@ class Owner(Protocol):
 
     def finish_pass(self, current: int) -> None: ...
 
+    def pass_ended(self, current: int) -> None: ...
+
+    def look_at_leaves(self, leaves: list[Tensor]) -> None: ...
+
     def refuse(self, place: int, why: str) -> None: ...
 
 
@@ -43,12 +47,16 @@ Gathered = tuple[int, int, list[int], list[Tensor], list[Tensor]]
 """Of finished passes: how many, how many examples, groups, (norms, weights) of each, flags of who was not finite."""
 
 
+Sums = tuple[list[int], list[Tensor]]
+"""Slots of parameters, and their clipped sums; a slot comes once for every pass, or use, that has left one."""
+
+
 Waiting = tuple[list[int], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """Units, inputs, gradients of outputs; of convolutions also gradients of weight and bias, and norms of the former."""
 
 
 class NativeWatch:
-    """Gradients on their way to ``.grad``, watched in C++; see clipping/watch.py."""
+    """Clipped sums on their way to the engine, in C++; see clipping/watch.py."""
 
     own_hooks = 0
 
@@ -56,10 +64,10 @@ class NativeWatch:
         self.number, self.in_cpp = number, in_cpp
         self.follow: Callable[[Tensor], int] = in_cpp.follow
         self.forget: Callable[[Tensor, int], None] = in_cpp.forget
-        self.expect: Callable[[int, Tensor], None] = partial(library.expect, number)
-        self.stamp: Callable[[], None] = partial(library.stamp, number)
         self.start_step: Callable[[], None] = partial(library.start_step, number)
-        self.touched: Callable[[], int] = partial(library.touched, number)
+        self.other_leaves: Callable[[], list[Tensor]] = partial(library.other_leaves, number)
+        self.lenient: Callable[[bool], None] = partial(library.lenient, number)
+        self.take_sums: Callable[[], Sums] = partial(library.take_sums, number)
         self.differentiating: Callable[[], int] = partial(library.differentiating, number)
         self.gathered: Callable[[], Gathered] = partial(library.gathered, number)
 
@@ -75,7 +83,13 @@ class Layers:
         self._owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._implementation = torch.library.Library("gradveil", "IMPL")
-        for name, function in (("collect", self._collect), ("finish", self._finish), ("refuse", self._refuse)):
+        for name, function in (
+            ("collect", self._collect),
+            ("finish", self._finish),
+            ("ended", self._ended),
+            ("look_at_leaves", self._look_at_leaves),
+            ("refuse", self._refuse),
+        ):
             self._implementation.impl(name, function, "CompositeExplicitAutograd")
 
     begin: Callable[..., None]
@@ -93,10 +107,11 @@ class Layers:
     keeps_uses: Callable[..., None]
     take_waiting: Callable[..., Waiting]
     gathered: Callable[..., Gathered]
-    expect: Callable[..., None]
-    stamp: Callable[..., None]
+    deliver: Callable[..., None]
+    take_sums: Callable[..., Sums]
+    lenient: Callable[..., None]
+    other_leaves: Callable[..., list[Tensor]]
     start_step: Callable[..., None]
-    touched: Callable[..., int]
     differentiating: Callable[..., int]
     learn_noise: Callable[..., None]
     add_noise: Callable[..., None]
@@ -123,6 +138,12 @@ class Layers:
 
     def _finish(self, clipper: int, current: int) -> None:
         self._owners[clipper].finish_pass(current)
+
+    def _ended(self, clipper: int, current: int) -> None:
+        self._owners[clipper].pass_ended(current)
+
+    def _look_at_leaves(self, clipper: int, leaves: list[Tensor]) -> None:
+        self._owners[clipper].look_at_leaves(leaves)
 
     def _refuse(self, clipper: int, place: int, why: str) -> None:
         self._owners[clipper].refuse(place, why)

@@ -49,10 +49,8 @@ class _Target(ctypes.Structure):
 
     _fields_ = [
         ("grad", c_void_p),
-        ("parameter", c_void_p),
         ("count", c_int64),
         ("std", c_double),
-        ("rate", c_double),
         ("doubles", c_int32),
         ("index", c_uint32),
         ("start", c_int64),
@@ -378,14 +376,13 @@ class Kernels:
         """In place, each (grad, std, index) becomes (grad + std z) / divide_by; contiguous float32 or float64.
 
         z is N(0, 1) from ChaCha12 under the 32-byte ``key``, with the tensor's index as nonce: the same for any number
-        of threads. Shards of tensors have their ``starts`` there, and get the noise of their places. (The kernel can
-        also update parameters; only C++ asks it to.)
+        of threads. Shards of tensors have their ``starts`` there, and get the noise of their places.
         """
         if len(key) != 32:
             raise ValueError(f"a ChaCha12 key has 32 bytes, not {len(key)}")
         array = (_Target * len(targets))(
             *(
-                _Target(t.data_ptr(), None, t.numel(), std, 0.0, t.dtype == torch.float64, index, start)
+                _Target(t.data_ptr(), t.numel(), std, t.dtype == torch.float64, index, start)
                 for (t, std, index), start in zip(targets, starts or [0] * len(targets), strict=True)
             )
         )

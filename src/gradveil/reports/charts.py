@@ -298,8 +298,9 @@ _NOISE_NOTE = (
     "what sigma_t was multiplied with."
 )
 _SPENT_NOTE = (
-    "Computed from the ledger. The proved curve is that of RDP, which is quick enough for every step; the statement's "
-    "value may be smaller. The published curves are not guarantees."
+    "Computed from the ledger, after each step taken: what is spent if it was fixed in advance to stop there. A run "
+    "that stopped early may be charged for more, see its statement. The proved curve is that of RDP, which is quick "
+    "enough for every step; the statement's PLD is tighter. The published curves are not guarantees."
 )
 _UTILITY_NOTE = (
     "As noted while training. The loss is computed from the training data, and no epsilon covers it: think before this "

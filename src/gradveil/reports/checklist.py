@@ -56,7 +56,7 @@ def checklist(run: RunFacts) -> list[Item]:
         _delta(header),
         _accounting(run),
         _noise(run),
-        _stopping(header),
+        _stopping(run),
         *_always(run),
     ]
 
@@ -129,16 +129,19 @@ def _noise(run: RunFacts) -> Item:
     )
 
 
-def _stopping(header: RunHeader) -> Item:
-    if header.stopping == "none":
-        return _item(
-            "Stopping rule", "not applicable", "The number of steps was declared beforehand; nothing stops on data."
-        )
-    if header.stopping == "private":
-        told = f"Stops on private data, so all {header.steps} declared steps are charged, taken or not."
+def _stopping(run: RunFacts) -> Item:
+    assert run.statement is not None
+    header, proved, fixed = run.statement.header, run.statement.proved, run.statement.proved_if_fixed
+    if header.stopping == "public":
+        told = "When to stop was declared to depend on nothing computed from the private data. Nothing here shows that."
+        return _item("Stopping rule", "open", told)
+    if proved.at_budget:
+        told = f"Held to its budget, and charged for the {proved.steps_charged} steps that it affords, taken or not."
         return _item("Stopping rule", "satisfied", told)
-    told = "Stops on data that were declared public. That they are is the declaration of whoever ran it."
-    return _item("Stopping rule", "open", told)
+    if header.stopping == "private" or fixed is not None:
+        told = f"Training may stop on released values: all {header.steps} declared steps are charged, taken or not."
+        return _item("Stopping rule", "satisfied", told)
+    return _item("Stopping rule", "not applicable", "Training did not stop before the last step that was declared.")
 
 
 def _always(run: RunFacts) -> Iterable[Item]:

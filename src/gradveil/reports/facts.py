@@ -126,11 +126,11 @@ class RunFacts:
     @cached_property
     def statement(self) -> Statement | None:
         """From the ledger, the audit beside it; None where that cannot be trusted. Takes a second for long runs."""
-        from gradveil.accounting import statement
+        from gradveil.accounting import statement_of
 
         if self.contents is None:
             return None
-        return statement(self.contents.header, self.contents.charged(), audited=self.audit)
+        return statement_of(self.contents, audited=self.audit)
 
     @property
     def proved(self) -> float | None:

@@ -1,0 +1,696 @@
+"""PrivacyEngine: puts sampling, clipping, noise, ledger and accounting around a user's own loop.
+
+    engine = gradveil.PrivacyEngine(strategy="dyn-s-decay", clip=4.0, sigma=6.0, steps=1000, delta=1e-5)
+    model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()   # clips, records, adds noise: .grad is already private
+        optimizer.step()                          # any optimizer: what is done with .grad is post-processing
+    print(engine.statement())
+
+The sums of clipped gradients never stand where user code can reach them: not in ``.grad``, not in autograd's results,
+not in a public attribute. The release is made at the end of ``backward()`` (step.py).
+
+The model and the optimizer that come back are the ones that went in: same objects, same classes, same
+state_dict keys. :meth:`PrivacyEngine.detach` removes every trace of the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from gradveil import bounds as bound_rules
+from gradveil import joining
+from gradveil import ledger as ledgers
+from gradveil import ranks as processes
+from gradveil.book import Book
+from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
+from gradveil.clipping.taps import Followed, ModelHook
+from gradveil.engine.backward import accumulator, backward_ended
+from gradveil.engine.batches import Batches
+from gradveil.engine.header import run_header
+from gradveil.engine.layout import Layout
+from gradveil.engine.plain import HiddenGradients, PlainStep
+from gradveil.engine.settings import Settings
+from gradveil.engine.step import PrivateStep
+from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
+from gradveil.guards import BudgetGuard, check_optimizer, fingerprint
+from gradveil.ledger import Durability, Ledger
+from gradveil.randomness import SecretKey
+from gradveil.records import Release, RunHeader
+from gradveil.release import Releaser
+from gradveil.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, source_of
+from gradveil.schedules import Schedule
+from gradveil.strategies import Parameters, Strategy
+
+if TYPE_CHECKING:
+    from gradveil.accounting import Statement
+    from gradveil.recording import Recorder
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+class PrivacyEngine:
+    """Trains a model under one strategy and records every release.
+
+    Its settings::
+
+        strategy        a name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`
+        clip, sigma     starting values C_0 and sigma_0, or whole schedules
+        epsilon         in place of sigma: make_private finds the sigma with which the whole run spends it
+        steps           the number of steps the run declares; the schedules span them
+        epochs          in place of steps: each pass over the loader is one epoch
+        delta           must be below 1/N
+        sampling        poisson (default), without-replacement, with-replacement; shuffle needs allow_unproved
+        clipping        per-layer (default), flat, or a mapping of group names to parameter names
+        reading         of the l2-max strategies: "example" (default, the paper's text) or "batch"
+        decay, *_decay, *_end   shape and end value of what decays (see :func:`gradveil.strategies.parameters`)
+        fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
+        options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
+        loss_reduction  what the user's loss does over the batch: "mean" or "sum"
+        views           rows of one example, such as augmentations of an image; see below
+        drops_examples  the loop leaves out examples of a batch, each by its own content alone
+        spot_checks     share of the time for checking that each example's loss depends on that example alone, after
+                        the first batches, at steps that cannot be foreseen; 1 checks every batch, 0 only the first
+        budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
+                        is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
+        stopping        "public": when training ends is decided without the private data, and the steps taken are
+                        charged; otherwise all declared steps are, since the loop sees what was released
+        run_dir         where the ledger is kept; must not hold one already, unless ``resume``
+        durability      "write": a killed process has spent what its ledger says; "fsync": a power cut too
+        seed            makes the run repeatable; anyone who knows it can subtract the noise
+
+    With ``views=K`` an example of the batch has K rows, one after the other (rows i K to i K + K - 1 are those of
+    example i); its gradient is the mean over them, and is clipped once. What one example can do, and what is spent, is
+    the same for any K. The loss is a mean, or a sum, over all rows::
+
+        rows = torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)   # not torch.cat: it would mix examples
+        F.cross_entropy(model(rows), y.repeat_interleave(2)).backward()
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "baseline",
+        clip: float | Schedule | None = None,
+        sigma: float | Schedule | None = None,
+        epsilon: float | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        delta: float = 1e-5,
+        sampling: str = "poisson",
+        clipping: Clipping = "per-layer",
+        reading: str | None = None,
+        decay: str | None = None,
+        clip_decay: str | None = None,
+        clip_end: float | None = None,
+        sigma_decay: str | None = None,
+        sigma_end: float | None = None,
+        fixed_variance: bool = False,
+        options: Mapping[str, Any] | None = None,
+        loss_reduction: str = "mean",
+        views: int = 1,
+        drops_examples: bool = False,
+        spot_checks: float = 0.02,
+        budget: float | None = None,
+        allow_unproved: bool = False,
+        stopping: str = "none",
+        run_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        durability: Durability = "write",
+        seed: int | None = None,
+    ) -> None:
+        self.settings = Settings(
+            strategy=strategy,
+            clip=clip,
+            sigma=sigma,
+            epsilon=epsilon,
+            steps=steps,
+            epochs=epochs,
+            delta=float(delta) if isinstance(delta, int | float) else delta,
+            sampling=sampling,
+            clipping=clipping,
+            shape={
+                "reading": reading,
+                "decay": decay,
+                "clip_decay": clip_decay,
+                "clip_end": clip_end,
+                "sigma_decay": sigma_decay,
+                "sigma_end": sigma_end,
+                "fixed_variance": fixed_variance,
+            },
+            loss_reduction=loss_reduction,
+            views=views,
+            budget=budget,
+            allow_unproved=allow_unproved,
+            stopping=stopping,
+            drops_examples=drops_examples,
+            spot_checks=spot_checks,
+            durability=durability,
+        )
+        self.options = dict(options or {})
+        self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.ranks = processes.current()
+        self._plan: Parameters | None = None
+        if epsilon is None and steps is not None:
+            self._plan = self.settings.plan(steps=steps)
+        self._resume, self._key = resume, SecretKey(seed)
+        self._handles: list[Any] = []
+        self._clipper: Clipper | None = None
+        self._private: PrivateStep | None = None
+        self._plain: PlainStep | None = None
+        self._book: Book | None = None
+        self._plain_steps = 0  # taken, of a run without privacy
+        self._sharded = False
+        self._recorder: Recorder | None = None
+        self._in_graphs = False  # whether a CUDA-graph step was made (captured.py)
+        self._in_update = False  # it takes the optimizer's step
+        self._hidden = HiddenGradients()
+        self._pins: set[tuple[int, str]] = set()  # ledger lengths and heads that checkpoints of this process hold
+        exists = self.run_dir is not None and self.ranks.is_first and (self.run_dir / ledgers.FILE_NAME).exists()
+        if exists and not resume:
+            raise RunDirectoryError(
+                f"{self.run_dir} holds a ledger already: a run directory belongs to one run, and a ledger is never "
+                "overwritten. Give another run_dir, or resume that run."
+            )
+
+    # ---- setting up
+
+    def make_private(
+        self,
+        *,
+        module: M,
+        optimizer: O,
+        data_loader: DataLoader[Any] | Dataset[Any],
+        batch_size: int | None = None,
+        physical_batch_size: int | None = None,
+    ) -> tuple[M, O, PrivateLoader]:
+        """The same module and optimizer, and a loader that draws the batches.
+
+        From a DataLoader, the batch size is its own and its sampler is replaced; from a Dataset, give
+        ``batch_size``. A logical batch larger than ``physical_batch_size`` comes in parts; call zero_grad,
+        backward and step for each part as usual: the release, and the update, happen at the last.
+
+        Other optimizers for the same parameters may be made at any time: ``.grad`` only ever holds what was released.
+        """
+        if self._book is not None:
+            raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
+        inner = processes.unwrapped(module)
+        source = source_of(data_loader, batch_size)
+        if any(isinstance(vars(child).get("forward"), Followed) for child in inner.modules()):
+            raise ConfigError(
+                "this model is private already, under another engine. Call detach() on that engine first."
+            )
+        self.sampling = Sampling(
+            name=self.settings.sampling, population=source.population, batch_size=source.batch_size
+        )
+        self._declare_steps(source)
+        private = self.plan.strategy.is_private
+        if private and self.delta >= 1.0 / source.population:
+            raise ConfigError(
+                f"delta is {self.delta:g}, not below 1/N = {1 / source.population:.3g} for {source.population} "
+                "training examples: a mechanism that publishes one example outright would pass. Give a smaller delta."
+            )
+        if private:
+            check_optimizer(inner, optimizer)
+        self.module, self.optimizer, self.physical_batch_size = inner, optimizer, physical_batch_size
+        self._sharded = joining.is_cut(inner, self.plan.strategy)
+        if self.ranks.several:
+            self._join(module)
+        self.groups: tuple[Group, ...] = make_groups(inner, self.settings.clipping)
+        self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self._calibrate()
+        self._batches = Batches(
+            self.sampling.name, views=self.settings.views, drops_examples=self.settings.drops_examples
+        )
+        if private:
+            self.rule = self._make_rule(self.plan)
+            self._clipper = self._make_clipper()  # before the ledger: a model that is refused leaves no run directory
+        try:
+            self._open_book()
+        except BaseException:
+            self.detach()
+            raise
+        if private:
+            self._attach()
+        else:
+            self._plain = PlainStep(
+                self.parameters,
+                self._batches,
+                self.ranks,
+                loss_reduction=self.settings.loss_reduction,
+                count=self._count_plain_step,
+            )
+        self._handles += [
+            optimizer.register_step_pre_hook(ModelHook(self._before_step)),
+            optimizer.register_step_post_hook(ModelHook(lambda *_: self._hidden.show())),
+            inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
+        ]
+        self._layout = Layout(source.dataset, source.like.collate_fn if private and source.like is not None else None)
+        loader = PrivateLoader(
+            dataset=source.dataset,
+            batch_size=source.batch_size,
+            draw=self._draw,
+            span=self._coming_steps,
+            physical_batch_size=physical_batch_size,
+            start=self._start_loop,
+            finish=self._finish_loop,
+            hand_out=self._hand_out,
+            like=source.like,
+            parts=self._equal_parts if self._sharded else None,
+        )
+        return module, optimizer, loader
+
+    def _declare_steps(self, source: Source) -> None:
+        """How long the run is, and the length of an epoch."""
+        self._epoch = source.batches
+        steps = self.settings.steps
+        if steps is None:
+            assert self.settings.epochs is not None
+            steps = self.settings.epochs * self._epoch
+        if self._plan is None:
+            # With a target epsilon, of any noise for now.
+            self._plan = self.settings.plan(steps=steps, sigma=self.settings.any_sigma)
+
+    def _calibrate(self) -> None:
+        """The sigma with which the whole run spends the epsilon that was asked for."""
+        from gradveil.accounting import calibrate_plan
+
+        target = self.settings.epsilon
+        if target is None:
+            return
+        steps = self.plan.steps
+        sigma = calibrate_plan(
+            target,
+            plan_of=lambda sigma: self.settings.plan(steps=steps, sigma=sigma),
+            groups=len(self.groups),
+            sampling=self.sampling.name,
+            population=self.sampling.population,
+            batch_size=self.sampling.batch_size,
+            delta=self.delta,
+            side_of=lambda plan: self._make_rule(plan).side_inverse_square,
+            least=self.settings.least_sigma,
+        )
+        self._plan = self.settings.plan(steps=steps, sigma=sigma)
+
+    def _make_rule(self, plan: Parameters) -> bound_rules.BoundRule:
+        return bound_rules.make_rule(
+            plan,
+            self.groups,
+            parameters={n: p.detach() for n, p in self.parameters.items()},
+            batch_size=float(self.sampling.batch_size),
+            options=self.options,
+        )
+
+    def _make_clipper(self) -> Clipper:
+        """Follows the model; refuses one that cannot be followed."""
+        clipper = Clipper(
+            self.module,
+            self.groups,
+            bounds=self.rule.bounds(0),
+            loss_reduction=self.settings.loss_reduction,
+            views=self.settings.views,
+        )
+        clipper.weighing.whitening, clipper.weighing.gamma = self.rule.whitening, self.rule.gamma
+        if self._sharded:
+            clipper.as_delivered = lambda name, total: sharding.added_up(self.parameters[name], total)
+            clipper.agree = self.ranks.all_agree
+        return clipper
+
+    def _attach(self) -> None:
+        """Release what the clipper has summed at the end of each backward pass."""
+        clipper = self._clipper
+        assert clipper is not None
+        in_noise_order = {name: self.parameters[name] for group in self.groups for name in group.parameters}
+        releaser = Releaser(
+            plan=self.plan,
+            rule=self.rule,
+            groups=self.groups,
+            parameters=in_noise_order,
+            sample_rate=self.sampling.rate,
+            batch_size=float(self.sampling.batch_size),
+            ranks=self.ranks,
+        )
+        self._private = PrivateStep(
+            key=self._run_key,
+            releaser=releaser,
+            log=self._log,
+            batches=self._batches,
+            clipper=clipper,
+            ranks=self.ranks,
+            steps=self.plan.steps,
+        )
+        clipper.checks.share = self.settings.spot_checks
+        clipper.checks.report = lambda seen: self.ledger.note("check", {"step": self.step, **seen})
+        clipper.on_end = partial(backward_ended, self, accumulator())
+
+    def _equal_parts(self, here: int) -> int:
+        """Parts of a batch: as many on every rank, for the ranks call a model that is cut together."""
+        return int(self.ranks.highest([here], torch.empty(0))[0])
+
+    def _join(self, given: nn.Module) -> None:
+        """Where there are several ranks: the same key on all, and the model one of several."""
+        if not self._key.seeded:
+            self._key = self._key.told(self.ranks.from_first)
+        self.ranks.check_same("the seed", self._key.device_seed("same on all ranks").__repr__())
+        self._handles += joining.join(given, self.ranks)
+
+    def _open_book(self) -> None:
+        side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
+        published = self.settings.why_unproved(self.plan) is not None
+        self._book = Book.open(
+            run_header(self, side),
+            self.run_dir,
+            resume=self._resume,
+            ranks=self.ranks,
+            budget=BudgetGuard(self.settings.budget, self.plan, len(self.groups), side, published=published),
+            digest=partial(_digest, self.ranks if self._sharded else None),
+            seeded=self._key.seeded,
+            durability=self.settings.durability,
+        )
+        self._run_key = self._key.bound_to(self._book.ledger.header.salt)
+
+    # ---- the loop
+
+    def _coming_steps(self) -> range:
+        """The steps of the next loop over the loader: the rest of the run, or of the epoch."""
+        end = self.plan.steps
+        if self.settings.epochs is not None:
+            end = min(end, (self.step // self._epoch + 1) * self._epoch)
+        return range(self.step, end)
+
+    def _draw(self, step: int) -> Indices:
+        if self.ranks.several:
+            return self.sampling.draw(self._run_key, step, self.ranks.share(self.sampling.population))
+        indices = self.sampling.draw(self._run_key, step)
+        again = 0
+        while not len(indices) and not self.plan.strategy.is_private:
+            again += 1  # plain training has nothing to do with an empty batch, and nothing to hide: draw another
+            indices = self.sampling.draw(self._run_key, step + again * (1 << 40))
+        return indices
+
+    def _start_loop(self) -> int:
+        """A new loop over the loader starts clean: nothing of an abandoned batch may enter the next release."""
+        if self.step >= self.plan.steps:
+            raise BudgetExhausted(
+                f"the run declared {self.plan.steps} steps and has taken them all: a further loop over the loader "
+                "would be empty. Declare more steps, or epochs, from the start."
+            )
+        self._check_attached()
+        loop = self._batches.start()
+        if self._private is not None:
+            self._private.check_process()
+            self._private.prepare()
+        if self._plain is not None:
+            self._plain.clear()
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        return loop
+
+    def _hand_out(self, ticket: Ticket, loop: int, batch: Any) -> None:
+        if self._private is None:
+            self._batches.ticket = ticket
+            return
+        self._check_attached()
+        self._private.check_process()
+        self._batches.hand_out(ticket, loop=loop, step=self.step)
+        if self._clipper is not None:
+            self._clipper.checks.not_batch_first = self._layout.misplaced(batch)
+
+    def _check_attached(self) -> None:
+        if self._private is not None and not self._handles:
+            raise PrivacyViolation(
+                "the engine was detached, or closed: gradients of further batches would be neither clipped nor noised. "
+                "Make a new PrivacyEngine."
+            )
+
+    def _finish_loop(self) -> None:
+        """The loader has no further batch: the last one must have been released like the others."""
+        if self._private is not None and self._batches.is_open:
+            raise self._batches.unreleased()
+        self._batches.clear()
+        self.commit()
+
+    def _before_step(self, *_: Any) -> None:
+        """Before the optimizer's step. Of a private run: while parts of a batch are still to come, it finds nothing."""
+        if self._in_update:
+            return
+        if self._plain is not None:
+            self._take_plain_step(self._plain)
+        elif self._batches.in_parts:
+            self._hidden.hide(list(self.parameters.values()))
+
+    def _take_plain_step(self, plain: PlainStep) -> None:
+        if self._recorder is not None:
+            self._recorder.see_part({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
+        plain()
+        if self._recorder is not None:
+            self._recorder.see_plain_step()
+
+    def _count_plain_step(self) -> None:
+        """A step without privacy was taken."""
+        self._plain_steps += 1
+        self._batches.clear()
+
+    @contextmanager
+    def public_data(self, note: str = "") -> Iterator[None]:
+        """Passes of the model in here are on data that is declared public: not clipped, not noised, not counted.
+
+        The ledger notes it, with ``note`` (which data, say). Gradients go to ``.grad`` as in ordinary training. That
+        the data is public is an assumption of the statement; a private batch in here would be released as it is.
+        """
+        if self._clipper is None:
+            yield
+            return
+        self.ledger.note("public", {"step": self.step, "note": note})
+        with self._clipper.untracked():
+            yield
+
+    def run_step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
+        """The whole step on one batch of the loader: zero_grad, loss, backward, update; the loss, detached.
+
+        ``loss_fn(*batch)`` includes preprocessing, model and loss, and is a mean (or sum, by ``loss_reduction``) over
+        the examples. What it does is checked end to end, at the first batches and at steps that cannot be foreseen:
+        each example's gradient must stay the same when the other examples of the batch are exchanged. That covers
+        what a loop of your own does not show: centring or mixing inputs, masks and normalisers from the targets.
+        """
+        clipper, ticket = self._clipper, self._batches.ticket
+        if clipper is not None and ticket is not None and self._batches.is_open:
+            clipper.checks.whole_step(
+                lambda batch: clipper.rehearse(lambda: loss_fn(*batch).backward()), batch, ticket.size
+            )
+        self.optimizer.zero_grad()
+        loss = loss_fn(*batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def record_gradients(
+        self, path: str | os.PathLike[str], *, steps: int | Iterable[int] = 1, view: str = "batch"
+    ) -> Recorder:
+        """Record what an adversary would see of coming steps, in a folder that only the owner can read.
+
+        steps   how many of the next ones, or which
+        view    "batch", what is released; "per-example", "per-example-noised" with physical_batch_size=1
+
+        The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
+        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see recording.py.
+        """
+        from gradveil.recording import Recorder
+
+        if self._in_graphs:
+            raise ConfigError(
+                "this engine's steps run in CUDA graphs (gradveil.cuda_graph_step), which update the weights as they "
+                "make the release: there is no moment to record it. Record from an eager loop."
+            )
+        if self._recorder is not None and self._recorder.left:
+            raise ConfigError(
+                f"record_gradients is recording to {self._recorder.path}: wait for its steps, or stop() it."
+            )
+        self._recorder = Recorder(self, path, steps=steps, view=view)
+        return self._recorder
+
+    # ---- what is known of the run
+
+    @property
+    def plan(self) -> Parameters:
+        """The strategy with its numbers: what is public of every step."""
+        if self._plan is None:
+            raise ConfigError("the plan of this run follows from its data loader: call make_private first.")
+        return self._plan
+
+    @property
+    def delta(self) -> float:
+        return self.settings.delta
+
+    @property
+    def step(self) -> int:
+        """How many steps the run has taken."""
+        return self._plain_steps if self._private is None else self._private.index
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether make_private was called."""
+        return self._book is not None
+
+    @property
+    def _log(self) -> Book:
+        """Where releases are written down."""
+        if self._book is None:
+            raise ConfigError("the engine has no run yet: call make_private first.")
+        return self._book
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._log.ledger
+
+    @property
+    def header(self) -> RunHeader:
+        return self.ledger.header
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """Every release so far, those of an earlier process of the same run included."""
+        return tuple(self.ledger.releases)
+
+    @property
+    def epsilon(self) -> float:
+        """The proved epsilon of the run at :attr:`delta`, as the statement has it; infinite where nothing is proved.
+
+        All declared steps are charged from the first release on, unless ``stopping="public"``: a loop that sees what
+        was released may stop because of it.
+        """
+        return 0.0 if self._book is None else self.statement().proved.epsilon
+
+    @property
+    def non_finite_examples(self) -> int:
+        """How many examples had a gradient that is not finite and counted as zero, over all steps."""
+        return 0 if self._private is None else self._private.not_finite.read(self.step)
+
+    def __repr__(self) -> str:
+        chosen = self.settings.strategy
+        name = chosen if isinstance(chosen, str) else chosen.name
+        if self._book is None:
+            return f"PrivacyEngine({name}, not set up)"
+        return f"PrivacyEngine({name}, step {self.step} of {self.plan.steps}, delta={self.delta:g})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        text = str(self.statement()) if self._book is not None else repr(self)
+        return f"<pre>{escape(text)}</pre>"
+
+    def commit(self) -> None:
+        """Bring the ledger to disk (fsync); called by itself before checkpoints and statements."""
+        if self._book is not None:
+            self.ledger.commit()
+
+    def statement(self) -> Statement:
+        """What is proved, what is only as published, what is not covered; ``print`` it."""
+        from gradveil.accounting import statement
+        from gradveil.accounting.evidence import checks_of
+
+        self.commit()
+        releases = self.releases
+        return statement(self.header, releases, checks=checks_of(self.ledger.notes, batches=len(releases)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on: step, the bound rule's state, and what was spent.
+
+        Holds no seed and no generator state. An engine that has the run's ledger goes on from it; one that has a new
+        ledger takes over what was spent, so that its budget and statement are right.
+        """
+        self.commit()
+        ledger = self.ledger
+        rule = self.rule.state_dict() if self.plan.strategy.is_private else {}
+        self._pins.add((ledger.length, ledger.head))
+        return {
+            "step": self.step,
+            "ledger_length": ledger.length,
+            "ledger_head": ledger.head,
+            "rule": rule,
+            "spent": ledger.export_spent(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. Releases that the ledger holds beyond it stay charged.
+
+        Refused where this engine's ledger is not the one of the checkpoint and the checkpoint does not say what was
+        spent: earlier steps would not be charged.
+        """
+        step = int(state["step"])
+        if not 0 <= step <= self.plan.steps:
+            raise ConfigError(f"the checkpoint is of step {step}, the run has {self.plan.steps}.")
+        self._take_over_spent(state)
+        if self._private is None:
+            self._plain_steps = step
+            self._batches.start()
+            return
+        if not self._run_key.seeded:
+            # Steps already released may come again: with a new key, samples are independent of theirs.
+            self._run_key = SecretKey().told(self.ranks.from_first)
+            self._private.renew(self._run_key)
+        self._log.go_on()
+        self._batches.start()  # loops that are under way draw for steps of before
+        self._private.index = step
+        self.rule.load_state_dict(state["rule"])
+        self._private.prepare()
+
+    def _take_over_spent(self, state: Mapping[str, Any]) -> None:
+        ledger, pin = self.ledger, (int(state["ledger_length"]), str(state["ledger_head"]))
+        if self.ranks.from_first(lambda: pin in self._pins or ledger.holds(*pin)):
+            return
+        spent = state.get("spent")
+        if spent is not None and not ledger.releases:
+            ledger.import_spent(spent)
+            return
+        raise RunDirectoryError(
+            f"the checkpoint is of step {state['step']} of a run whose ledger had {pin[0]} lines, and this engine's "
+            f"ledger is another one ({ledger.length} lines): what was released before would not be charged. Give the "
+            "engine the run_dir of that run, and resume=True; or load the checkpoint into an engine that has released "
+            "nothing yet."
+        )
+
+    def close(self, reason: str = "finished") -> None:
+        """Note the end of the run in the ledger, and detach."""
+        if self._book is not None:
+            self._book.end(reason)
+        self.detach()
+
+    def detach(self) -> None:
+        """Give the user's model and optimizer back untouched; the ledger is brought to disk."""
+        self.commit()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._clipper is not None:
+            self._clipper.detach()
+
+    # ---- for the CUDA-graph step (captured.py)
+
+    def _count_lost_from(self, kept: Callable[[], list[Tensor]]) -> None:
+        """Counts of examples that are not finite, kept on a GPU by a CUDA-graph step."""
+        if self._recorder is not None and self._recorder.left:
+            raise ConfigError(
+                "record_gradients has steps left to record, and a CUDA-graph step updates the weights in the graph "
+                "that makes the release: there is no moment to record it. Train eagerly until they are recorded."
+            )
+        self._in_graphs = True
+        if self._private is not None:
+            self._private.not_finite.elsewhere = kept
+
+
+def _digest(ranks: processes.Ranks | None, grads: list[Tensor]) -> str:
+    """Of gradients; ``ranks`` where each has a part of them. No method: a book outlives its engine."""
+    here = fingerprint([sharding.local(grad) for grad in grads])
+    return here if ranks is None else ranks.digest(here)

@@ -1,0 +1,66 @@
+"""The first line of a run's ledger: what the run declares before its first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradveil.guards import salt
+from gradveil.records import RunHeader
+from gradveil.version import __version__
+
+if TYPE_CHECKING:
+    from gradveil.engine.engine import PrivacyEngine
+
+
+def run_header(engine: PrivacyEngine, side: float) -> RunHeader:
+    """``side``: what the side releases of a step add to 1/z^2."""
+    return RunHeader(
+        strategy=engine.plan.strategy.name,
+        guarantee=engine.plan.strategy.guarantee,
+        groups=tuple(g.name for g in engine.groups),
+        population=engine.sampling.population,
+        sampling=engine.sampling.name,
+        sample_rate=engine.sampling.rate,
+        expected_batch_size=float(engine.sampling.batch_size),
+        steps=engine.plan.steps,
+        delta=engine.delta,
+        seeded=engine._key.seeded,
+        plan=engine.plan.to_plan()
+        | {"side_inverse_square": side, "group_sizes": _group_sizes(engine)}
+        | _stated_settings(engine),
+        salt=_salt(engine),
+        stopping=engine.settings.stopping,
+        gradveil_version=__version__,
+    )
+
+
+def _stated_settings(engine: PrivacyEngine) -> dict[str, Any]:
+    """Said where they are not the default: what an ordinary run writes stays what it was."""
+    found: dict[str, Any] = {}
+    if engine.settings.views > 1:
+        found["views"] = engine.settings.views
+    if engine.settings.budget is not None:
+        found["budget"] = engine.settings.budget
+    if engine.run_dir is not None:
+        found["durability"] = engine.settings.durability
+    if engine.settings.drops_examples:
+        found["drops_examples"] = True
+    return found
+
+
+def _group_sizes(engine: PrivacyEngine) -> list[int]:
+    return [sum(engine.parameters[n].numel() for n in group.parameters) for group in engine.groups]
+
+
+def _salt(engine: PrivacyEngine) -> str:
+    settings = {
+        "strategy": engine.plan.strategy.name,
+        "plan": engine.plan.to_plan(),
+        "steps": engine.plan.steps,
+        "groups": [(g.name, g.parameters) for g in engine.groups],
+        "sampling": [engine.sampling.name, engine.sampling.population, engine.sampling.batch_size],
+        "options": engine.options,
+        "loss_reduction": engine.settings.loss_reduction,
+        **({"views": engine.settings.views} if engine.settings.views > 1 else {}),
+    }
+    return salt(settings, engine.parameters.values(), engine.optimizer)
