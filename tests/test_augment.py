@@ -128,7 +128,7 @@ def test_the_accuracy_is_that_of_the_mean_prediction(tmp_path, monkeypatch, chan
     monkeypatch.setattr(training._Session, "fit", watched)
     result = training.train(config(views=2, augment="flip", **changes), run_dir=tmp_path / "run", seed=1)
     (session,) = kept
-    assert session.engine.views == 2
+    assert session.engine.settings.views == 2
     x, y = session.data.x_test, session.data.y_test
     given = features.make("scattering", (1, 8, 8)) if changes else torch.nn.Identity()
     session.model.eval()
