@@ -190,16 +190,23 @@ def _final_tensors(where: Path) -> tuple[int, dict[str, torch.Tensor]]:
     return checkpoint.step, safetensors.torch.load(run.read_tensors(checkpoint))
 
 
-def _train_under_fire(name: str, settings: Mapping[str, Any], where: Path, wanted: int, tally: Tally) -> None:
-    """One run from start to end, killed again and again while kills are ``wanted``."""
-    random = np.random.default_rng([SEED, tally.kills])
+def _train_under_fire(
+    name: str,
+    settings: Mapping[str, Any],
+    where: Path,
+    wanted: int,
+    tally: Tally,
+    random: np.random.Generator,
+    span: float,
+) -> None:
+    """One run from start to end, killed again and again while kills are ``wanted``; ``span``: seconds that it takes."""
     fresh, before = True, b""
     while True:
         attack = tally.kills < wanted
         by_count = attack and random.random() < 0.6
         # Up to 25 moments of set-up, 15 per checkpoint; the times span set-up and the first half of a run.
         die_at = int(random.integers(1, 26 if fresh and random.random() < 0.5 else 90)) if by_count else None
-        after = float(random.uniform(0.02, 1.1)) if attack and not by_count else None
+        after = float(random.uniform(0.02, 0.6 * span)) if attack and not by_count else None
         status = _launch(settings, where, fresh=fresh, after=after, die_at=die_at)
         if status == 0:
             return
@@ -236,15 +243,17 @@ def test_runs_killed_at_random_moments_lose_no_release_and_end_bit_equal(name: s
     settings = SHARED | RUNS[name]
     began = time.perf_counter()
     steps, expected = _uninterrupted(settings, tmp_path / "whole")
+    span = time.perf_counter() - began
     assert steps == settings["steps"]
     reference = RunDirectory(tmp_path / "whole").verified_ledger()
+    random = np.random.default_rng(SEED)
 
     tally, runs, recovered = Tally(), 0, 0
     while tally.kills < KILLS[name]:
         runs += 1
         assert runs < 40, "runs end before they can be killed"
         where = tmp_path / f"run-{runs}"
-        _train_under_fire(name, settings, where, KILLS[name], tally)
+        _train_under_fire(name, settings, where, KILLS[name], tally, random, span)
 
         contents = RunDirectory(where).verified_ledger()
         assert contents.ended == "finished"
