@@ -114,7 +114,7 @@ def test_a_parameter_used_twice_clipped_separately(monkeypatch):
             weigh(slice(None), [torch.zeros(self.examples) for _ in self.per_example(slice(None))])
             return [g.sum(0) for g in self.per_example(slice(None))]  # clipped already, so it says
 
-    monkeypatch.setattr(clippers, "CombinedUse", Apart)
+    monkeypatch.setattr(clippers.LinearUse, "joined", lambda uses: Apart(uses))
     assert found(setting(**made), steps=800).is_broken
 
 

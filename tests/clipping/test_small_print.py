@@ -8,10 +8,12 @@ import io
 import pytest
 import torch
 from made import Made, follow, weight
+from networks import compare
 from torch import nn
 from torch.nn import functional as F
 
 import gradveil
+from gradveil.clipping import Clipper, make_groups
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 from gradveil.kernels import layers, native
 
@@ -100,27 +102,43 @@ def test_an_embedding_of_no_tokens():
     assert float(model[0].weight.grad.abs().sum()) == 0.0
 
 
-def test_another_modules_parameter_in_a_module_followed_as_a_whole_is_refused():
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+def test_another_modules_parameter(clipping):
     embed = nn.Embedding(5, 4)
     held = [embed]
     decode = Made(lambda m, z: F.linear(z * m.scale, held[0].weight), scale=weight(4))
-    model = Made(lambda m, x: m.decode(m.embed(x).mean(1)), embed=embed, decode=decode)
-    follow(model)
-    with pytest.raises(UnsupportedModelError, match="neither a parameter of its own nor an input"):
-        model(torch.randint(0, 5, (3, 2)))
+    model = Made(lambda m, x: m.decode(m.embed(x).mean(1)), embed=embed, decode=decode).double()
+    x, y = torch.randint(0, 5, (3, 2)), torch.randint(0, 5, (3,))
+    groups = make_groups(model, clipping)
+    alone = [copy.deepcopy(model) for _ in x]  # a copy's list would still hold this model's embedding
+    clipper = Clipper(model, groups, bounds=[0.1] * len(groups), loss_reduction="sum")
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    clipper.detach()
+    for i, other in enumerate(alone):
+        held[0] = other.embed
+        F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]).backward()
+        grads = {name: p.grad for name, p in other.named_parameters()}
+        for group in groups:
+            norm = torch.cat([grads[name].flatten() for name in group.parameters]).norm()
+            for name in group.parameters:
+                expected[name] += grads[name] * min(1.0, 0.1 / float(norm))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-6, atol=1e-9)
 
 
-def test_a_kept_activation_in_a_module_followed_as_a_whole_is_refused():
+@pytest.mark.parametrize("clipping", ["per-layer", "flat"])
+def test_a_kept_activation(clipping):
     inner = Made(lambda m, x: x * m.w + m.context, w=weight(6))
 
     def forward(m, x):
         m.inner.context = m.layer(x)
-        return m.inner(x)
+        out = m.inner(x)
+        m.inner.context = None
+        return out
 
     model = Made(forward, layer=nn.Linear(6, 6), inner=inner)
-    follow(model)
-    with pytest.raises(UnsupportedModelError, match="neither a parameter of its own nor an input"):
-        model(torch.randn(4, 6))
+    compare(model, torch.randn(4, 6), torch.randint(0, 6, (4,)), clipping=clipping, tolerance=1e-4)
 
 
 def test_what_a_module_followed_as_a_whole_keeps_is_of_the_ordinary_run():
@@ -139,12 +157,12 @@ def test_what_a_module_followed_as_a_whole_keeps_is_of_the_ordinary_run():
     copy.deepcopy(model)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_sparse_gradients_of_a_users_module_are_refused():
+def test_a_sparse_embedding_has_a_dense_gradient():
     model = Made(lambda m, x: F.embedding(x, m.w, sparse=True).sum(1), w=weight(5, 4))
+    compare(model, torch.randint(0, 5, (3, 2)), torch.randint(0, 4, (3,)), tolerance=1e-4)
     follow(model)
-    with pytest.warns(UserWarning, match="cannot be vectorised"), pytest.raises(UnsupportedModelError, match="sparse"):
-        model(torch.randint(0, 5, (3, 2))).sum().backward()
+    model(torch.randint(0, 5, (3, 2))).sum().backward()
+    assert not model.w.grad.is_sparse
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

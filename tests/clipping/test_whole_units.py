@@ -16,11 +16,6 @@ from gradveil.errors import UnsupportedModelError
 
 BATCH, STEPS = 6, 4
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*cannot be vectorised"),  # of recurrent layers, and where a test means it
-    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # torch's own, of attention under vmap
-]
-
 
 @pytest.fixture(autouse=True)
 def _seeded():
@@ -46,7 +41,7 @@ def same_gradients(model, plain, tolerance=1e-10):
 
 
 class Scale(nn.Module):
-    """A bare parameter: followed as a whole."""
+    """A bare parameter."""
 
     def __init__(self, size=6):
         super().__init__()
@@ -141,47 +136,30 @@ def test_packed_sequences_are_refused():
 
     lengths = torch.randint(1, STEPS + 1, (BATCH,))
     model = Calls(run, cell=nn.GRU(6, 3, batch_first=True))
-    refused(model, torch.randn(BATCH, STEPS, 6), lengths, match="GRU 'cell' was called with a packed.*padded sequences")
+    refused(model, torch.randn(BATCH, STEPS, 6), lengths, match="a packed sequence in nn.GRU.*padded sequences")
 
 
 def test_bags_with_offsets_are_refused():
     model = Calls(lambda self, x: self.bag(x.flatten(), torch.arange(len(x)) * STEPS), bag=nn.EmbeddingBag(9, 3))
-    refused(model, torch.randint(0, 9, (BATCH, STEPS)), match=r"EmbeddingBag 'bag' .* offsets.*2-D bags")
+    refused(model, torch.randint(0, 9, (BATCH, STEPS)), match=r"EmbeddingBag with offsets.*\(batch, tokens\)")
 
 
-def test_a_mask_for_every_head_of_every_example_is_refused():
+def test_a_mask_for_every_head_of_every_example():
     def run(self, x):
-        return self.attend(x, x, x, attn_mask=torch.zeros(len(x) * 2, STEPS, STEPS))[0]
+        mask = torch.zeros(len(x) * 2, STEPS, STEPS, dtype=x.dtype) + x[:, :, :1].repeat_interleave(2, 0)
+        return self.head(self.attend(x, x, x, attn_mask=mask)[0].mean(1))
 
-    model = Calls(run, attend=nn.MultiheadAttention(6, 2, batch_first=True))
-    refused(model, torch.randn(BATCH, STEPS, 6), match=r"attn_mask of shape \(12, 4, 4\).*key_padding_mask")
+    model = Calls(run, attend=nn.MultiheadAttention(6, 2, batch_first=True), head=nn.Linear(6, 3))
+    both(model.double(), torch.randn(BATCH, STEPS, 6).double())
 
 
-def test_an_input_without_a_batch_that_needs_a_gradient_is_refused():
-    """Its gradient used to be dropped."""
-
+def test_a_parameter_that_is_handed_to_a_module():
     class Times(Scale):
         def forward(self, x, w):
             return x @ w.T * self.scale
 
     model = Calls(lambda self, x: self.times(self.a(x), self.a.weight), a=nn.Linear(6, 6), times=Times())
-    refused(model, torch.randn(BATCH, 6), match="needs a gradient and has no dimension for the batch")
-
-
-class Adds(Scale):
-    def forward(self, x, other):
-        return x * self.scale + (other if len(other) == len(x) else other.sum(0))
-
-
-def test_an_input_that_had_the_batch_and_has_it_no_longer_is_refused():
-    """What all examples bring into it, every example would be given; one row, which is nobody's, may be shared."""
-    model = Calls(lambda self, x, other: self.adds(x, other), adds=Adds())
-    follow(model)
-    x = torch.randn(BATCH, 6)
-    for other in (x, x, x[:1].clone()):
-        model(x, other).sum().backward()
-    with pytest.raises(UnsupportedModelError, match=r"shape \(12, 6\): its dimension 0 was the batch"):
-        model(x, torch.cat([x, x]))
+    both(model.double(), torch.randn(BATCH, 6).double())
 
 
 # ---- outputs
@@ -244,13 +222,13 @@ def test_outputs_that_are_not_tensors_are_those_of_the_whole_batch():
     assert len(seen) >= 3 and all(rows == given and nothing is None for given, rows, nothing in seen)
 
 
-def test_a_list_with_a_tensor_for_every_example_is_refused():
+def test_a_list_with_a_tensor_for_every_example():
     class Listed(Scale):
         def forward(self, x):
             return list(x * self.scale)
 
     model = Calls(lambda self, x: torch.stack(self.unit(x)), unit=Listed())
-    refused(model, torch.randn(BATCH, 6), match="returns 6 tensors for the batch and 1 for one example")
+    both(model.double(), torch.randn(BATCH, 6).double())
 
 
 def test_outputs_may_be_changed_in_place():
@@ -263,30 +241,6 @@ def test_outputs_may_be_changed_in_place():
 
     model = Calls(run, cell=nn.LSTM(6, 5, batch_first=True), head=nn.Linear(5, 3)).double()
     both(model, torch.randn(BATCH, STEPS, 6).double())
-
-
-def test_an_input_that_is_handed_on_is_a_tensor_of_its_own():
-    class Passes(Scale):
-        def forward(self, x):
-            return x, x[:, :3], x * self.scale
-
-    class Copies(Passes):
-        def forward(self, x):
-            return tuple(t.clone() for t in super().forward(x))
-
-    def run(self, x):
-        h = self.a(x)
-        same, part, scaled = self.unit(h)
-        return self.head(scaled) + part.mul_(2.0) + self.head(same)
-
-    model = Calls(run, a=nn.Linear(6, 6), unit=Passes(), head=nn.Linear(6, 3)).double()
-    plain = Calls(run, a=nn.Linear(6, 6), unit=Copies(), head=nn.Linear(6, 3)).double()
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(1, 6).double()  # of more examples the clipper sees that plain runs change the input
-    follow(model)
-    for m in (model, plain):
-        m(x).square().sum().backward()
-    same_gradients(model, plain)
 
 
 # ---- kinds of calls
@@ -314,77 +268,31 @@ def test_calls_whose_outputs_change_with_a_number():
     both(Calls(run, unit=Several(), head=nn.Linear(6, 3)).double(), torch.randn(BATCH, 6).double())
 
 
-class Later(Scale):
-    """An operation that cannot be vmapped, from some call on."""
-
-    now = False
-    drops = False
-
-    def forward(self, x):
-        y = x * self.scale
-        if self.drops:
-            y = F.dropout(y, 0.5)
-        return y * float(y.detach().abs().max() > -1) if self.now else y
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_an_operation_that_cannot_be_vmapped_and_comes_later(drops):
-    model = nn.Sequential(nn.Linear(6, 6), Later(), nn.Linear(6, 3)).double()
-    model[1].drops = drops
-    follow(model)
-    x = torch.randn(BATCH, 6).double()
-    model(x).sum().backward()
-    model[1].now = True
-    model.zero_grad()
-    with pytest.warns(UserWarning, match="cannot be vectorised over examples"):
-        model(x).sum().backward()
-    if not drops:
-        plain = copy.deepcopy(model)
-        plain.zero_grad()
-        plain(x).sum().backward()
-        same_gradients(model, plain)
-    model(x).sum().backward()  # known by now
-
-
 # ---- what is as it was in the forward pass
 
 
-class Shift(Scale):
-    def forward(self, x):
-        return torch.tanh(x + self.scale)
+def test_what_is_changed_in_place_is_as_in_ordinary_training():
+    """What autograd saves, and so what may be changed before backward(), is the same."""
 
-
-def test_an_input_changed_in_place_after_its_use_is_refused():
     def run(self, x):
         h = self.a(x)
-        y = self.shift(h)
+        y = torch.tanh(h + self.shift)
         h.mul_(2.0)
         return self.head(y)
 
-    model = Calls(run, a=nn.Linear(6, 6), shift=Shift(), head=nn.Linear(6, 3))
+    model = Calls(run, a=nn.Linear(6, 6), shift=nn.Parameter(torch.randn(6)), head=nn.Linear(6, 3))
+    both(model.double(), torch.randn(BATCH, 6).double())
+
+    def breaks(self, x):
+        h = torch.tanh(self.a(x))
+        y = h * self.scale
+        h.mul_(2.0)
+        return self.head(y)
+
+    model = Calls(breaks, a=nn.Linear(6, 6), scale=nn.Parameter(torch.randn(6)), head=nn.Linear(6, 3))
     follow(model)
-    out = model(torch.randn(BATCH, 6))
-    with pytest.raises(RuntimeError, match=r"Shift 'shift', .* modified by an inplace operation"):
-        out.sum().backward()
-
-
-def test_a_parameter_changed_before_backward_is_refused():
-    model = nn.Sequential(nn.Linear(6, 6), Shift())
-    follow(model)
-    out = model(torch.randn(BATCH, 6))
-    with torch.no_grad():
-        model[1].scale.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"parameter '1.scale' .* modified by an inplace operation"):
-        out.sum().backward()
-
-
-def test_a_module_that_changes_its_input_in_place_is_refused():
-    class Doubles(Scale):
-        def forward(self, x):
-            return x.mul_(2.0) * self.scale
-
-    model = nn.Sequential(nn.Linear(6, 6), Doubles())
-    refused(model, torch.randn(BATCH, 6), match="changed its input of shape .* in place.*Change a copy")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(BATCH, 6)).sum().backward()
 
 
 class Anneals(Scale):

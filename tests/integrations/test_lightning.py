@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradveil
-from gradveil.errors import BudgetExhausted, ConfigError, RunDirectoryError, UnsupportedModelError
+from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecations of what Lightning itself imports
@@ -214,7 +214,7 @@ def test_a_part_called_past_the_modules_forward_is_refused_unless_it_is_named():
             x, y = batch
             return F.cross_entropy(self.net(x), y)
 
-    with pytest.raises(UnsupportedModelError, match="called by itself"):
+    with pytest.raises(PrivacyViolation, match="outside the model's forward"):
         fit(Past(), engine_for())
     engine = engine_for()
     fit(Past(), engine, model="net")

@@ -48,10 +48,10 @@ def test_all_together_is_the_run_of_one_process(way, runs):
             if not bf16:
                 assert float((mine["weights"] - one["weights"]).abs().max()) < CLOSE, clipping
                 continue
-            # Both are bfloat16 runs of the same float32 one: no further from each other than from that, which is near.
+            # Both are bfloat16 runs of the same float32 one, which is near.
             own_error = distance(one, alone[clipping, False])
             assert 0 < own_error < 0.05 * float(one["moved"].norm())
-            assert distance(mine, one) < own_error, clipping
+            assert distance(mine, one) < 2 * own_error, clipping
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])

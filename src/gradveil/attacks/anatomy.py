@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, check_module, fix, make_groups
-from gradveil.clipping.units import Unit, find_units
+from gradveil.clipping.operations.table import LAYERS
+from gradveil.clipping.units import Unit
 from gradveil.errors import UnsupportedModelError
 
 _EXAMPLES = 3
@@ -74,6 +75,7 @@ class _Trial:
 
     refused: str | None = None
     warnings: list[str] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
 
 
 def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, seed: int = 0) -> Anatomy:
@@ -87,22 +89,23 @@ def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, se
     trial = _private_pass(fix(module) if refusals else module, x, classes)  # what is left when that is mended?
     reasons = [why for why in dict.fromkeys([*refusals.values(), trial.refused]) if why is not None]
     groups = make_groups(module, "per-layer")
-    units = find_units(module, groups)
-    formulas = _formulas(module, units, x)
+    every = dict(module.named_parameters())
+    formulas = _formulas(module, x)
     parts = []
-    for unit in units:
-        names = {n for n, _ in unit.module.named_modules(prefix=unit.name)}
+    for group in groups:
+        name = "" if group.name == "(root)" else group.name
         parts.append(
             Part(
-                name=unit.name or "(root)",
-                kind=type(unit.module).__name__,
-                parameters=sum(p.numel() for p in unit.parameters),
-                clipped_by=_clipped_by(unit, formulas),
-                refused=bool(names & refusals.keys()),
-                leaks=tuple(sorted({what for n, what in leaks if n in names})),
+                name=group.name,
+                kind=type(module.get_submodule(name)).__name__,
+                parameters=sum(every[n].numel() for n in group.parameters),
+                clipped_by=_clipped_by(
+                    name, [u for u in trial.units if set(u.names) & set(group.parameters)], formulas
+                ),
+                refused=name in refusals,
+                leaks=tuple(sorted({what for n, what in leaks if n == name})),
             )
         )
-    every = dict(module.named_parameters())
     return Anatomy(
         parts=tuple(parts),
         parameters=sum(p.numel() for p in every.values()),
@@ -116,10 +119,11 @@ def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, se
     )
 
 
-def _clipped_by(unit: Unit, formulas: Mapping[str, str]) -> str:
-    if unit.tie is not None:
+def _clipped_by(name: str, units: list[Unit], formulas: Mapping[str, str]) -> str:
+    if any(unit.tie is not None for unit in units):
         return "with the layers that share its weight"
-    return formulas.get(unit.name, "torch.func" if unit.rule is None else "own formula")
+    ways = {unit.way for unit in units if unit.rule is None}
+    return "torch.func" if "torch.func" in ways else formulas.get(name, "own formula")
 
 
 def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -185,24 +189,29 @@ def _leaks(module: nn.Module, x: Tensor, classes: int) -> list[tuple[str, str]]:
     return once + [(name, "labels") for name in last]
 
 
-def _formulas(module: nn.Module, units: list[Unit], x: Tensor) -> dict[str, str]:
+def _formulas(module: nn.Module, x: Tensor) -> dict[str, str]:
     """Which way each layer with a choice of formulas takes to its norms, by the sizes it meets."""
     found: dict[str, str] = {}
 
-    def look(unit: Unit) -> Callable[..., None]:
+    def look(name: str) -> Callable[..., None]:
         def hook(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-            assert unit.rule is not None
-            fed = unit.rule.prepare(args[0])
-            bias = getattr(layer, "bias", None)
-            out, kept = unit.rule.forward(fed, layer.weight, bias)
-            _, use = unit.rule.backward(fed, layer.weight, kept, out, (False, True, bias is not None))
-            if hasattr(use, "formula"):
-                found[unit.name] = str(use.formula)
+            rest: tuple[Any, ...] = ()
+            if isinstance(layer, nn.Linear):
+                op = LAYERS[F.linear]
+            else:
+                op = LAYERS[{1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]]
+                rest = (layer.stride, layer.padding, layer.dilation, layer.groups)
+            fed, weight, bias, statics = op.bind(args[0], layer.weight, layer.bias, *rest)
+            rule = op.make_rule(statics)
+            assert weight is not None
+            out, kept = rule.forward(fed, weight, bias)
+            _, use = rule.backward(fed, weight, kept, out, (False, True, bias is not None))
+            found[name] = str(getattr(use, "formula", "own formula"))
 
         return hook
 
-    ruled = [u for u in units if u.rule is not None and isinstance(u.module, _WITH_FORMULAS)]
-    _run_with_hooks(module, x, [u.module.register_forward_hook(look(u)) for u in ruled if _trains(u.module)])
+    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, _WITH_FORMULAS) and _trains(m)]
+    _run_with_hooks(module, x, [m.register_forward_hook(look(n)) for n, m in layers])
     return found
 
 
@@ -230,10 +239,10 @@ def _private_pass(module: nn.Module, x: Tensor, classes: int) -> _Trial:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            Clipper(module, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
+            clipper = Clipper(module, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
             F.cross_entropy(module(x), y).backward()
         except UnsupportedModelError as error:
             return _Trial(refused=str(error))
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return _Trial(refused=f"a private pass fails: {(str(error).splitlines() or [type(error).__name__])[0]}")
-    return _Trial(warnings=[str(w.message) for w in caught if "gradveil" in str(w.message)])
+    return _Trial(warnings=[str(w.message) for w in caught if "gradveil" in str(w.message)], units=list(clipper.units))

@@ -12,7 +12,7 @@ The sums go to whoever set :attr:`Clipper.on_end`; autograd, and ``.grad``, get 
     an empty batch                                        the sums are exactly zero
     a parameter used several times in a pass              the norm is that of the sum of its uses
     an example with several views                         its gradient is the mean over them, clipped once
-    a parameter used outside its module's forward         refused: that use could not be clipped
+    a parameter used outside the model's forward          refused: that use could not be clipped
     the same pass differentiated twice                    refused: contributions would add up to 2 C_g
     several losses of one pass, differentiated apart      refused where they reach the same group
     two calls of the model in one backward pass           refused: a loss could mix their examples
@@ -21,18 +21,18 @@ The sums go to whoever set :attr:`Clipper.on_end`; autograd, and ``.grad``, get 
     a backward pass that fails                            leaves nothing behind
     a hook on a parameter's gradient                      refused: there is no gradient for it to see
 
-How. The forward of each unit (see units.py) is replaced, on the instance, by one that goes through an
-autograd function; its backward gets the layer's input and output gradient, from which a rule (uses.py)
+How. While the model's forward runs, every operation that takes a parameter goes through an autograd function
+(operations/): its backward gets the operation's input and output gradient, from which a rule (rules/, uses.py)
 computes norms and the clipped sum. The ordinary weight gradient is never computed, and none is returned for a
-parameter. Groups that lie inside one layer are clipped on the spot; groups that span layers, or layers used
-twice, are kept and clipped when the backward pass ends.
+parameter. Groups that lie inside one operation are clipped on the spot; groups that span several, and parameters
+that are used twice, are kept and clipped when the backward pass ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,25 +45,31 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import performance
-from gradveil.clipping.decomposable import SHARED_INPUT, check_same_output
-from gradveil.clipping.function import FunctionCall, OutputPlan
-from gradveil.clipping.function_state import no_autocast
+from gradveil.clipping.decomposable import check_same_output
 from gradveil.clipping.groups import Group
 from gradveil.clipping.loss_watch import is_marked, leaves_behind, unclipped, unmarked
 from gradveil.clipping.model_check import ModelCheck
-from gradveil.clipping.native_layers import native_layer
+from gradveil.clipping.native_layers import NativeLayer, native_layer
+from gradveil.clipping.operations.checkpoints import Recomputation
+from gradveil.clipping.operations.layout import Layout
+from gradveil.clipping.operations.plan import Base, Plan, Site
+from gradveil.clipping.operations.sources import Source, of_parameters, slots_of
+from gradveil.clipping.operations.table import LayerOperation, Statics
+from gradveil.clipping.operations.tracking import Tracking
+from gradveil.clipping.outputs import map_tensors, tensors_in
 from gradveil.clipping.passes import Call, Harvest, Padding, Pass
-from gradveil.clipping.plain_runs import Moment, tensors_in
+from gradveil.clipping.plain_runs import Moment
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.rehearsal import Rehearsal
-from gradveil.clipping.rules import LayerRule
 from gradveil.clipping.rules.conv_use import ConvUse
+from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.sharding import any_sharded
 from gradveil.clipping.spot_checks import SpotChecks
-from gradveil.clipping.support import check_module, half_precision
-from gradveil.clipping.taps import Followed, FunctionTap, ModelHook, tap_input, tap_layer, tap_output
+from gradveil.clipping.support import check_module, half_precision, normalisations
+from gradveil.clipping.surroundings import no_autocast
+from gradveil.clipping.taps import ModelHook, RefusedTap, TrackedForward, is_refused, tap_input, tap_layer, tap_output
 from gradveil.clipping.tied import TiedUse
-from gradveil.clipping.units import Tie, Unit, find_units
+from gradveil.clipping.units import Tie, Unit, Units
 from gradveil.clipping.uses import CombinedUse, Use
 from gradveil.clipping.views import of_examples
 from gradveil.clipping.watch import PythonWatch, Watch
@@ -93,24 +99,30 @@ class Clipper:
         self.views = views  # rows of one example, one after the other (views.py)
         self.weighing = Weighing(len(groups), bounds)
         self.padding: Padding | None = None  # of the coming passes
-        self.units = find_units(module, groups)
         self._frozen = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
         self._registered = False  # whether some module, anywhere, has got a parameter or a child since the last look
+        self._norms = normalisations(module)  # over the batch, while they train
         self._current: Pass | None = None  # in its forward
         self._differentiated: Pass | None = None  # in its backward
-        self._model = ModelCheck(self.units, self.quietly)
+        self.plan = Plan()
+        self.sources: dict[int, Source] = {}  # by id of the parameter
         self._plain_output: list[Tensor] | None = None  # what the current pass must give, in its first batch
+        self._late: list[tuple[tuple[Base, int], Site, str]] = []  # operations of this pass that no plan knows yet
+        self._before: tuple[Any, Any, Moment] | None = None  # the call, and what was before it
         self._checking = False  # whether it is looked at in the current pass
-        self._to_probe: tuple[Any, Any, Moment] | None = None  # arguments of a pass that may call further units
         self._handles: list[Any] = []
-        self._overridden: list[tuple[nn.Module, Any]] = []
+        self._own_forward: Any = None
         self._slots: dict[int, int] = {}  # by parameter
+        self._slot_named: dict[str, int] = {}  # where what stands for a parameter is another tensor in every pass
         self._watched: list[tuple[str, Tensor]] = []  # by slot
         self._layers = layers()  # None: everything in Python
         self._told: Any = None  # what it goes by
-        self._sharded = any_sharded(module)
-        if self._sharded:
+        self.sharded = any_sharded(module)
+        if self.sharded:
             self._layers = None  # in C++ a layer's parameters are those it began with
+        self.units = Units(groups, self._watched)
+        self._model = ModelCheck(self)
+        self._holders: list[tuple[dict[str, Any], str, Tensor, str]] = []  # where each parameter stands
         self._gradients: Watch | NativeWatch = (
             PythonWatch(self.refuse) if self._layers is None else self._layers.watch_for(self)
         )
@@ -122,6 +134,8 @@ class Clipper:
         self._rehearsal: Rehearsal | None = None  # of passes that are not to be released
         self._steps = 0  # that have ended
         self._task = -1  # of autograd: the last backward pass that has come to an output of the model
+        self._asked_for_native: set[int] = set()  # units
+        self.quick: dict[tuple[int, ...], NativeLayer] = {}  # see Operations
         self._quiet = False
         self._public = False  # whether untracked passes are differentiated
         self.checks = SpotChecks(module, views=views)
@@ -136,16 +150,18 @@ class Clipper:
             self.module.register_forward_hook(ModelHook(self._end), with_kwargs=True, always_call=True),
             register_module_parameter_registration_hook(self._note_registration),
             register_module_module_registration_hook(self._note_registration),
+            Recomputation(),
         ]
-        for unit in self.units:
-            own = vars(unit.module).get("forward")
-            self._overridden.append((unit.module, own))
-            unit.first_weight = unit.module._parameters.get("weight")
-            unit.module.forward = Followed(self, unit, own)
-            if not self._sharded:
-                unit.slots = [self._slot_of(n, p) for n, p in zip(unit.names, unit.parameters, strict=True)]
-            if self._layers is not None and isinstance(self._gradients, NativeWatch) and unit.tie is None:
-                unit.native = native_layer(self._layers, unit, self._gradients)
+        if not self.sharded:
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad:
+                    self._slot_of(name, parameter)
+            for prefix, child in self.module.named_modules():
+                for leaf, held in child._parameters.items():
+                    if held is not None and held.requires_grad:
+                        self._holders.append((child._parameters, leaf, held, f"{type(child).__name__} {prefix!r}"))
+        self._own_forward = vars(self.module).get("forward")
+        self.module.forward = TrackedForward(self, self._own_forward)
 
     def _slot_of(self, name: str, parameter: Tensor) -> int:
         """Its place in the watch over gradients; a parameter that several units share is watched once."""
@@ -153,27 +169,50 @@ class Clipper:
         if known is None:
             known = self._slots[id(parameter)] = self._gradients.follow(parameter)
             self._watched.append((name, parameter))
+            self.sources[id(parameter)] = Source(parameter, known, (known,))
         return known
 
-    def _slot_named(self, name: str) -> int:
-        return next(slot for slot, (known, _) in enumerate(self._watched) if known == name)
+    def adopt(self, parameter: Tensor) -> Source | None:
+        """Of a model that is cut over processes: what stands for one of its parameters while it is whole."""
+        found = self.sources.get(id(parameter))
+        if found is not None:
+            return found
+        name = next((name for name, live in self.module.named_parameters() if live is parameter), None)
+        if name is None:
+            return None
+        self._slot_of(name, parameter)
+        slot = self._slot_named.setdefault(name, self._slots[id(parameter)])
+        found = self.sources[id(parameter)] = Source(parameter, slot, (slot,))
+        return found
+
+    def name_of_slot(self, slot: int) -> str:
+        return self._watched[slot][0]
+
+    def parameter(self, slot: int) -> Tensor:
+        return self._watched[slot][1]
 
     def detach(self) -> None:
         """Leave the model as it was found."""
         for handle in self._handles:
             handle.remove()
-        if self._overridden:
+        if self._handles:
             for slot, (_, parameter) in enumerate(self._watched):
                 self._gradients.forget(parameter, slot)
-        for module, own in self._overridden:
-            del module.forward
-            if own is not None:
-                module.forward = own
-        self._handles, self._overridden = [], []
+            del self.module.forward
+            if self._own_forward is not None:
+                self.module.forward = self._own_forward
+        self._handles = []
 
     def refuse(self, place: int, why: str) -> None:
         """What a watch, or a layer in C++, has found: of parameter or unit number ``place``."""
-        raise refusal(why, self._watched[place][0] if why == "stranger" else self.units[place].label)
+        raise refusal(
+            why,
+            self._watched[place][0]
+            if why == "stranger"
+            else self.units[place].label
+            if why not in _OF_THE_PASS
+            else "",
+        )
 
     # ---- the model's call
 
@@ -200,20 +239,23 @@ class Clipper:
                 "one after the other, so which rows are whose cannot be told. Give all views of every example: "
                 "torch.stack(views, dim=1).flatten(0, 1)."
             )
-        to_check = not self._model.passed and self.agree(rows > 1)
-        self._checking, self._to_probe = to_check, None
+        self._checking = not self._model.passed and self.agree(rows > 1)
+        to_look = self._checking or (self.sharded and not self._model.passed)  # there all processes look, or none
+        self._late, self._before = [], None
         if rows == 0:
             self._current = Pass(1, empty=True)
             self._current.step = self._steps
-            return tree_map(
+            args, kwargs = tree_map(
                 lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t,
                 (args, kwargs),
             )
-        if to_check:
-            self._model.alone = self.agree is bool
-            self._plain_output = self._model.look(module, args, kwargs, rows)
-        elif self._model.unprobed and rows > 1 and not _is_capturing(tensors[0]):
-            self._to_probe = args, kwargs, Moment(module)
+            if to_look:
+                self._model.look(args, kwargs, 1)
+            return args, kwargs
+        if to_look:
+            self._plain_output = self._model.look(args, kwargs, rows)
+        elif self._model.passed and self._model.is_incomplete and rows > 1 and not _is_capturing(tensors[0]):
+            self._before = args, kwargs, Moment(module)
         if self.padding is None and self._rehearsal is None:
             self.checks.before_call(args, kwargs, rows, quietly=self.quietly, alone=self.agree is bool)
         self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
@@ -256,20 +298,29 @@ class Clipper:
             return None
         current, self._current = self._current, None
         plain, self._plain_output = self._plain_output, None
-        call, self._to_probe = self._to_probe, None
+        before, self._before = self._before, None
+        late, self._late = self._late, []
         if output is None:  # the forward has failed
             return None
-        called = [unit for unit in self._model.unprobed if current.uses(unit)] if call is not None else []
-        if call is not None and called:
-            args, kwargs, before = call
-            plain = self._model.look_again(module, args, kwargs, current.rows, before=before, called=called)
+        if late:
+            given, named, moment = before or (args, kwargs, None)
+            found = self._model.look(given, named, current.rows, before=moment, all_rows=True)
+            plain = None if moment is None else found
+            for place, site, label in late:
+                known = self.plan.get(*place)
+                if known is None or (known.kind, known.layouts) != (site.kind, site.layouts):
+                    raise refusal("late", label)
         if plain is not None:
             check_same_output(output, plain)
-        if self._checking or called:
-            self._model.settle()
+        if self._checking:
+            self._model.passed = True
+        self._check_order(current)
+        for tie in self.units.ties:
+            if current.library is not None and any(current.uses(unit) for unit in tie.units):
+                current.library.keeps_uses(current.number)
         if current.empty:
-            output = tree_map(lambda t: self._tapped_output(t, current, 1.0), output)
-            return tree_map(lambda t: t[:0] if isinstance(t, Tensor) and t.dim() and len(t) == 1 else t, output)
+            output = map_tensors(lambda t: self._tapped_output(t, current, 1.0), output)
+            return map_tensors(lambda t: t[:0] if t.dim() and len(t) == 1 else t, output)
         if not isinstance(output, Tensor) and not tensors_in(output):
             raise UnsupportedModelError(
                 f"the model returned a {type(output).__name__}, in which no tensor was found, so that it cannot be "
@@ -282,19 +333,19 @@ class Clipper:
                 "its rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
             )
         scale = self._output_scale(current)
+        if self._model.mixed_outputs and current.rows > 1:
+            mixed, number = self._model.mixed_outputs, count()
+            output = map_tensors(lambda t: _refused(t, "compared") if next(number) in mixed else t, output)
         if self._rehearsal is not None:
             self._rehearsal.watch(output, current.rows)
-        if isinstance(output, Tensor):
-            output = self._tapped_output(output, current, scale)
-        else:
-            output = tree_map(lambda t: self._tapped_output(t, current, scale), output)
+        output = map_tensors(lambda t: self._tapped_output(t, current, scale), output)
         if self.padding is not None or self._rehearsal is not None:
             return output
         mean = self.loss_reduction == "mean"
         return self.checks.after_call(output, current.rows, scaled=scale != 1.0, mean=mean)
 
     def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
-        if not isinstance(t, Tensor) or not t.requires_grad:
+        if not isinstance(t, Tensor) or not t.requires_grad or is_refused(t):
             return t
         if current.library is not None and type(t) is Tensor:
             tapped = current.library.output(t, current.number, scale)
@@ -303,65 +354,102 @@ class Clipper:
             return tapped
         return tap_output(t, self, current, scale)
 
-    def forward(self, unit: Unit, plain: Callable[..., Any], plan: OutputPlan, args: Any, kwargs: Any) -> Any:
-        """A unit's forward: through an autograd function while the model is called, plain otherwise."""
-        if self._quiet or not torch.is_grad_enabled():
-            if self._model.probe is not None:
-                self._model.probe.note(unit, args, kwargs)
-            return plain(*args, **kwargs)
-        again = self._current is None and torch._C._current_graph_task_id() != -1
-        current = self._being_differentiated() if again else self._current
-        if current is None:
-            raise UnsupportedModelError(
-                f"{unit.label} was called by itself, with gradients enabled. gradveil follows examples from the call "
-                "of the whole model: call model(x), or use torch.no_grad() to evaluate a part of it."
-            )
-        layer = unit.native
-        if (
-            layer is not None
-            and unit.rule is not None
-            and current.library is not None
-            and len(args) == 1
-            and not kwargs
-        ):
-            x = self._batched(unit, unit.rule, args[0], current.rows)
-            if layer.takes(x):
-                return layer.run_again(x, current.number) if again else layer.run(x)
-        call = Call(unit, current, again=again)
-        parameters = unit.live() if self._sharded else unit.parameters
-        if self._sharded:
-            unit.slots = [self._slot_of(n, p) for n, p in zip(unit.names, parameters, strict=True)]
-        if unit.rule is None or len(args) + len(kwargs) != 1:
-            run = FunctionCall(unit, plain, args, kwargs, current.rows, plan)
-            inputs = [run.leaves[i] for i in run.differentiable]
-            with self.quietly():
-                outputs = FunctionTap.apply(self, call, run, *parameters, *inputs)
-            return plan.assemble(outputs)
-        x = self._batched(unit, unit.rule, args[0] if args else next(iter(kwargs.values())), current.rows)
-        own = unit.module._parameters
-        weight, bias = own["weight"], own.get("bias")
-        return tap_layer(self, call, unit.rule, unit.rule.prepare(x), weight, bias)
+    @property
+    def tracks(self) -> bool:
+        """Whether the call of the model under way is followed."""
+        return self._current is not None and not self._quiet and torch.is_grad_enabled()
 
-    def _batched(self, unit: Unit, rule: LayerRule, x: Tensor, batch: int) -> Tensor:
-        """The layer's input, with the examples along its first dimension; refused where they are not."""
-        known = unit.inputs.get(0)
-        if x.dim() >= rule.least_dims and x.shape[0] == batch and known in (None, "examples"):
-            return x
-        unknown = known is None and (batch == 1 or x.shape[:1] == (1,))
-        if rule.shared_input and x.dim() > 0 and (known == "shared" or unknown):  # the same positions for every example
-            x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
-            return x.expand(batch, *x.shape[1:])
-        raise UnsupportedModelError(
-            f"{unit.label} was called with an input of shape {tuple(x.shape)} in a batch of {batch} examples: its "
-            "first dimension is not the batch, so examples cannot be told apart. Keep the batch first (for a "
-            "sequence: (batch, time, features), not (batch * time, features))."
-            + (f" {SHARED_INPUT}" if any(self._is_shared(u) for u in self.units) else "")
+    def run(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's forward, with its operations followed."""
+        assert self._current is not None
+        with Tracking(self, self._current) as tracking:
+            output = plain(*args, **kwargs)
+        if not any(tracking.tracks(t) for t in tensors_in(output)):
+            return output
+        return map_tensors(
+            lambda t: (
+                _refused(t, "stranger", self.name_of_slot(tracking.known[id(t)].slots[0])) if tracking.tracks(t) else t
+            ),
+            output,
         )
 
-    @staticmethod
-    def _is_shared(unit: Unit) -> bool:
-        """Whether this is a lookup without a batch dimension, which is followed as if it had one."""
-        return unit.rule is not None and unit.rule.shared_input and unit.inputs.get(0) == "shared"
+    # ---- operations
+
+    def unit_for(
+        self, op: LayerOperation, statics: Statics, sources: Sequence[Source], weight: Tensor, bias: Tensor | None
+    ) -> Unit:
+        """The unit of a layer operation."""
+        key = (op.name, statics, *(source.key for source in sources))
+        known = len(self.units)
+        unit = self.units.get(
+            key, lambda: (self._label(op.name, slots_of(sources)), slots_of(sources), op.make_rule(statics))
+        )
+        if len(self.units) > known:
+            self.quick.clear()  # it may share parameters with one of them
+        if unit.native is None and unit.index not in self._asked_for_native:
+            self._asked_for_native.add(unit.index)
+            whole = all(source.is_parameter for source in sources)
+            if whole and self._layers is not None and isinstance(self._gradients, NativeWatch):
+                unit.native = native_layer(self._layers, unit, self._gradients, weight, bias)
+        return unit
+
+    def unit_of_copies(self, source: Source) -> Unit:
+        return self.unit_of_operation("copies", [source], way="copies")
+
+    def unit_of_operation(self, name: str, sources: Sequence[Source], *, way: str) -> Unit:
+        key = (name, *(source.key for source in sources))
+        known = len(self.units)
+        unit = self.units.get(key, lambda: (self._label(name, slots_of(sources)), slots_of(sources), None))
+        if len(self.units) > known:
+            self.quick.clear()
+        unit.way = way
+        return unit
+
+    def _label(self, operation: str, slots: Sequence[int]) -> str:
+        """The module that holds the parameters, where it is one; otherwise the operation and the parameters."""
+        held = [{label for _, _, p, label in self._holders if p is self.parameter(slot)} for slot in slots]
+        common = set.intersection(*held) if held else set()
+        if len(common) == 1:
+            return common.pop()
+        return f"{operation} of {', '.join(repr(self.name_of_slot(slot)) for slot in slots)}"
+
+    def unplanned(
+        self, place: tuple[Base, int], tracked: Sequence[Source], others: Sequence[Tensor], current: Pass
+    ) -> Site:
+        """An operation that came up in no earlier run: taken to have the batch first, and looked at after the pass.
+
+        With the arguments of this pass, and from the moment before it where some parameter was still to come up.
+        """
+        if self.sharded:
+            raise refusal("late", self._label("an operation", slots_of(tracked)))
+        first = [len(t.shape) > 0 and t.shape[0] == current.rows for t in others]
+        site = Site("meeting" if any(first) else "derived", tuple(Layout(0, 1) if f else None for f in first))
+        self._late.append((place, site, self._label("an operation", slots_of(tracked))))
+        return site
+
+    def _check_order(self, current: Pass) -> None:
+        for unit in current.moved:
+            if not unit.whole_groups or current.uses(unit) > 1:
+                raise UnsupportedModelError(
+                    f"the rows that {unit.label} gets in a batch are not the examples in their order: the model "
+                    "changes the order of the batch inside (sorting by length, say). An example's norm over several "
+                    "layers, or several uses of one, would be added up from rows of different examples, and bound "
+                    "nothing. Keep the order, or clip per layer."
+                )
+
+    def tap(
+        self,
+        tracking: Tracking,
+        unit: Unit,
+        sources: Sequence[Source],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fold: int,
+    ) -> Tensor:
+        """A layer operation with the examples first, through its autograd function."""
+        call = Call(unit, tracking.current, again=tracking.again, sources=sources, fold=fold)
+        return tap_layer(self, call, unit.rule, x, weight, bias)
 
     # ---- the backward pass
 
@@ -380,7 +468,7 @@ class Clipper:
         call.done = current.asked = True
         if current.was_clipped(unit):
             self.refuse(unit.index, "checkpoints")
-        sums = self._sums(unit, of_examples(use, current.views), current)
+        sums = self._sums(unit, of_parameters(of_examples(use, call.fold * current.views), call.sources), current)
         for slot, total in zip(unit.slots, sums, strict=True) if sums is not None else ():
             current.deliver(slot, total)
 
@@ -417,8 +505,7 @@ class Clipper:
             return None
         current.set_clipped(unit)
         sums = self.weighing.clip_alone(unit, use, current)
-        live = unit.live() if self._sharded else unit.parameters
-        return [self._delivered(*column) for column in zip(sums, live, unit.names, strict=True)]
+        return [self._delivered(*column) for column in zip(sums, unit.parameters, unit.names, strict=True)]
 
     def _delivered(self, total: Tensor, parameter: Tensor, name: str) -> Tensor:
         return self.as_delivered(name, _as_parameter(total, parameter, name))
@@ -480,7 +567,7 @@ class Clipper:
 
     def look_at_leaves(self, leaves: Iterable[Tensor]) -> None:
         """Refuse a backward pass that also reaches parameters which are not followed: they would get plain ones."""
-        tracked = {id(p) for _, p in self._watched} if self._sharded else ()
+        tracked = {id(p) for _, p in self._watched} if self.sharded else ()
         others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in tracked]
         for leaf in others:
             leaf.grad = None  # it may have got its gradient already
@@ -565,8 +652,8 @@ class Clipper:
                     self.weighing.clip_together(others, current),
                 )
                 for (of, _), sums in zip(alone + others, clipped, strict=True):
-                    for parameter, total, name in zip(of.parameters, sums, of.names, strict=True):
-                        current.deliver(self._slot_named(name), self._delivered(total, parameter, name))
+                    for slot, parameter, total, name in zip(of.slots, of.parameters, sums, of.names, strict=True):
+                        current.deliver(slot, self._delivered(total, parameter, name))
 
     @property
     def harvest(self) -> Harvest:
@@ -598,13 +685,16 @@ class Clipper:
                 raise refusal("hook", name)
             if not parameter.requires_grad:
                 raise refusal("frozen", name)
-        for unit in self.units if not self._sharded else ():
-            if unit.rule is not None and unit.module._parameters.get("weight") is not unit.first_weight:
-                raise refusal("replaced", unit.label)
+        for place, leaf, held, label in self._holders:
+            if place.get(leaf) is not held:
+                raise refusal("replaced", label)
+        for norm in self._norms:
+            if norm.training:
+                raise refusal("batch norm", type(norm).__name__)
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise refusal("unfrozen", name)
-        if self._registered and not self._sharded:
+        if self._registered and not self.sharded:
             tracked = {id(p) for _, p in self._watched}
             for name, parameter in self.module.named_parameters():
                 if parameter.requires_grad and id(parameter) not in tracked:
@@ -613,6 +703,7 @@ class Clipper:
 
     def _note_registration(self, *_: Any) -> None:
         self._registered = True
+        self.checks.note_registration()
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
@@ -636,6 +727,14 @@ class Clipper:
             self._quiet = before
 
 
+_OF_THE_PASS = ("scalar", "released", "two passes")
+
+
+def _refused(t: Tensor, why: str, what: str = "") -> Tensor:
+    refused: Tensor = RefusedTap.apply(t, why, what) if t.requires_grad else t
+    return refused
+
+
 def _is_capturing(t: Tensor) -> bool:
     """Whether a CUDA graph is being captured: what it calls was called before, eagerly."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -654,7 +753,10 @@ def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:
     """What an example adds to the parameters of a unit, or of units that share some, in all their uses of a pass."""
     if isinstance(of, Tie):
         return TiedUse([use for _, use in kept], [of.places(unit) for unit, _ in kept], of.parameters)
-    return kept[0][1] if len(kept) == 1 else CombinedUse([use for _, use in kept])
+    uses = [use for _, use in kept]
+    if len(uses) == 1:
+        return uses[0]
+    return LinearUse.joined(uses) or CombinedUse(uses)
 
 
 def _unchanged(name: str, total: Tensor) -> Tensor:

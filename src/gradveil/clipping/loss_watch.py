@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping.decomposable import _FOLLOWED, _OUTPUT, _check_operation, _mixes
 from gradveil.clipping.loss_replay import CannotReplay, SomeRows, Tape
+from gradveil.clipping.outputs import map_tensors
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.row_differences import Split, largest_difference, tolerance
 from gradveil.errors import GradveilError, PrivacyViolation, UnsupportedModelError
@@ -149,7 +150,7 @@ class LossWatch:
             self._edges.append(get_gradient_edge(t))  # stays what it is when the output is changed in place
             return marked
 
-        marked = tree_map(mark, output)
+        marked = map_tensors(mark, output)
         if self._outputs:
             with torch._C.DisableTorchFunctionSubclass():
                 self.tape = Tape(self._outputs)

@@ -1,126 +1,112 @@
-"""Whether a model can be followed, and how its inputs follow the batch: what plain runs on its first batch tell.
+"""How a model's operations follow the batch: what runs on parts of its first batch tell, before any gradient is taken.
 
-The runs are in plain_runs.py, what they are judged by in decomposable.py, and what is noted of units in probe.py.
+The runs are in plain_runs.py, what is learned from them in operations/plan.py. They leave nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradveil.clipping.decomposable import (
-    check_buffers,
-    check_examples_apart,
-    examples_are_apart,
-    same_shapes_but_for_the_batch,
-)
+from gradveil.clipping.decomposable import check_buffers
+from gradveil.clipping.operations.tracking import Tracing
 from gradveil.clipping.plain_runs import Arguments, Moment, PlainRun, plain_run
-from gradveil.clipping.probe import Probe
-from gradveil.clipping.refusals import refusal
-from gradveil.clipping.units import Unit
 from gradveil.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from gradveil.clipping.clipper import Clipper
+    from gradveil.clipping.operations.plan import Record
+
+SIZES = 5, 7  # of the batches; very small ones hide what depends on the size
+EXAMPLE = 2  # the one that is replaced
+MOST = 40  # rounds: what is derived from constants shows one operation at a time
 
 
 class ModelCheck:
     """Of one model. It is made on the first batch of more than one example.
 
-    A unit that is not called there is looked at when it first is: after that pass, and before it is differentiated.
+    A parameter that is not used there is looked at when it first is: after that pass, and before it is differentiated.
     """
 
-    def __init__(self, units: Sequence[Unit], quietly: Callable[[], AbstractContextManager[None]]) -> None:
-        self._units, self._quietly = units, quietly
+    def __init__(self, clipper: Clipper) -> None:
+        self._clipper = clipper
         self.passed = False
-        self.probe: Probe | None = None  # which wants to know of calls of units, while a run is under way
-        self.unprobed: list[Unit] = []  # units that were not called yet
-        self.alone = True  # False: other processes must call the model as often as this one does
+        self.mixed_outputs: set[int] = set()  # that have the batch in more than one dimension
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some parameter was not used yet. Processes that must call the model together do not ask."""
+        clipper = self._clipper
+        return not clipper.sharded and len(clipper.plan.slots) < len(clipper.sources)
 
     def look(
-        self, module: nn.Module, args: Any, kwargs: Any, batch: int, *, before: Moment | None = None
-    ) -> list[Tensor] | None:
-        """Refuse what cannot be followed, and teach the units; the output that the followed model must give.
+        self, args: Any, kwargs: Any, rows: int, *, before: Moment | None = None, all_rows: bool = False
+    ) -> list[Tensor]:
+        """Learn the plan of the model; the outputs that the followed model must give.
 
-        ``before``: after a pass that has called one of :attr:`unprobed`, the moment before it.
+        ``before``: the moment to start from, where it is not now. ``all_rows``: run on the whole batch and a little
+        more, for what only some examples bring about.
         """
-        arguments = Arguments(args, kwargs, batch)
-
-        def run(name: str, given: Any, *, evaluate: bool) -> PlainRun:
-            assert self.probe is not None
-            self.probe.start(name)
-            with self._quietly():
-                return plain_run(module, *given, evaluate=evaluate, starting_from=before)
-
-        def both(batched: list[int]) -> tuple[PlainRun, PlainRun]:
-            self.probe = Probe(batch)
+        with self._clipper.quietly():
+            whole = plain_run(self._clipper.module, args, kwargs, evaluate=False, starting_from=before)
+        arguments = Arguments(args, kwargs, rows)
+        failed: Exception | None = None
+        for batched in arguments.readings() if not self._clipper.sharded else arguments.readings()[:1]:
             try:
-                alone = run("alone", arguments.first_example(batched), evaluate=True)
+                self._learn(arguments, batched, before, (rows, rows + 2 * self._clipper.views) if all_rows else None)
+                break
             except UnsupportedModelError:
                 raise
             except Exception as error:
-                if len(batched) < 2:
-                    raise
-                raise UnsupportedModelError(
-                    f"the model cannot be called with its first example alone ({str(error).splitlines()[0]}), by which "
-                    f"it is seen that examples are apart. Of the arguments of shapes {arguments.shapes()} one row was "
-                    "given: those with the size of the batch first. What is the same for all examples should have "
-                    "another size there: register it as a buffer, or give it a first dimension of 1."
-                ) from error
-            return alone, run("batch", (args, kwargs), evaluate=True)
+                failed = failed or error
+        else:
+            assert failed is not None
+            raise UnsupportedModelError(
+                f"the model cannot be called with {SIZES[0]} or {SIZES[1]} of its examples "
+                f"({(str(failed).splitlines() or [type(failed).__name__])[0]}), by which it is seen where the batch "
+                f"stands in its operations. Of the arguments of shapes {arguments.shapes()} so many rows were given: "
+                "those with the size of the batch first. What is the same for all examples should have another size "
+                "there: register it as a buffer, or give it a first dimension of 1."
+            ) from failed
+        return whole.outputs
 
-        try:
-            batched, alone, whole = self._reading_that_fits(arguments, both, batch)
-            probe = self.probe
-            assert probe is not None
-            if not (whole.drew or alone.drew):  # otherwise two calls differ whatever the batch
-                check_examples_apart(whole.outputs, alone.outputs, batch)
-                upside_down = None
-                with suppress(Exception):  # of a model that is particular about the order
-                    upside_down = run("reversed", arguments.reversed(batched), evaluate=True)
-                probe.check_rows_stay()
-                if upside_down is not None and len(upside_down.outputs) == len(alone.outputs):
-                    # The first example comes last there: what mixes it with those before it shows.
-                    check_examples_apart(upside_down.outputs, alone.outputs, batch, row=-1)
-            if any(child.training for child in module.modules()):
-                whole = run("batch, as it is", (args, kwargs), evaluate=False)
-                alone = run("alone, as it is", arguments.first_example(batched), evaluate=False)
-                check_buffers(module, whole.buffers, alone.buffers)
-        finally:
-            self.probe = None
-        probe.learn(self._units if before is None else self.unprobed)
-        # A module followed as a whole draws for every example by itself.
-        comparable = not whole.drew or all(unit.rule is not None for unit in self._units)
-        return whole.outputs if comparable else None
+    def _learn(
+        self, arguments: Arguments, batched: list[int], before: Moment | None, sizes: tuple[int, int] | None
+    ) -> None:
+        clipper, views = self._clipper, self._clipper.views
+        sizes = sizes or (SIZES[0] * views, SIZES[1] * views)
+        example = min(EXAMPLE * views, sizes[0] - 1)
 
-    def look_again(
-        self, module: nn.Module, args: Any, kwargs: Any, batch: int, *, before: Moment, called: Sequence[Unit]
-    ) -> list[Tensor] | None:
-        """As :meth:`look`, after a pass in which these units were called for the first time."""
-        found = self.look(module, args, kwargs, batch, before=before)
-        for unit in called:
-            if unit.misread or not unit.inputs:
-                raise refusal("late", unit.label)
-        return found
+        def run(size: int, replaced: int | None = None) -> tuple[PlainRun, dict[Any, Record]]:
+            given = arguments.some(batched, size, replaced)
+            replacement = None if replaced is None else (replaced, size)
+            mode = Tracing(clipper.plan, clipper.sources, differentiates=not clipper.sharded, changed=replacement)
+            if clipper.sharded:
+                mode.adopt = clipper.adopt
+            with clipper.quietly():
+                found = plain_run(clipper.module, *given, evaluate=False, starting_from=before, mode=mode)
+            return found, mode.records
 
-    def settle(self) -> None:
-        """The followed model has given what it should."""
-        self.passed = True
-        # Over several processes all must call the model equally often, and a unit may be called late on one of them.
-        self.unprobed = [unit for unit in self._units if not unit.inputs] if self.alone else []
+        for _ in range(MOST):
+            first, traced = run(sizes[0])
+            of_more, larger = run(sizes[1])
+            other, changed = run(sizes[0], example)
+            news = clipper.plan.learn(traced, larger, changed, sizes, example)
+            if clipper.agree(not news):
+                break
+        self.mixed_outputs = {
+            i
+            for i, (a, b) in enumerate(zip(first.outputs, of_more.outputs, strict=False))
+            if _has_the_batch_twice(a, b, sizes)
+        }
+        for others in (other, of_more):
+            check_buffers(clipper.module, first.buffers, others.buffers)
 
-    def _reading_that_fits(
-        self, arguments: Arguments, both: Callable[[list[int]], tuple[PlainRun, PlainRun]], batch: int
-    ) -> tuple[list[int], PlainRun, PlainRun]:
-        """Which arguments follow the batch, with the runs on one example and on the batch by which it is seen."""
-        readings = arguments.readings()
-        for reading in readings if len(readings) > 1 and self.alone else ():
-            try:
-                alone, whole = both(reading)
-            except UnsupportedModelError:
-                continue
-            apart = whole.drew or alone.drew or examples_are_apart(whole.outputs, alone.outputs)
-            alike = reading is readings[0] or same_shapes_but_for_the_batch(whole.outputs, alone.outputs, batch)
-            if apart and alike:
-                return reading, alone, whole
-        return readings[0], *both(readings[0])  # the only one; or none fits, and this one says what is wrong
+
+def _has_the_batch_twice(a: Tensor, b: Tensor, sizes: tuple[int, int]) -> bool:
+    """Whether an output compares examples: more than one dimension follows the batch, or one by more than its size."""
+    if a.dim() != b.dim():
+        return False
+    dims = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+    return len(dims) > 1 or any(a.shape[d] * sizes[1] < b.shape[d] * sizes[0] for d in dims)

@@ -29,7 +29,6 @@ class NativeLayer:
         self._on_cpu, self._least_dims = on_cpu, unit.rule.least_dims if unit.rule is not None else 2
         self._in_halves = isinstance(unit.rule, (LinearRule, Conv1DRule))
         self._normalises = isinstance(unit.rule, (GroupNormRule, LayerNormRule))
-        self._own = unit.module._parameters
         self._run, self._run_again = library.layer, library.layer_again
         self._number, self._in_cpp = number, in_cpp
         self._without_program: set[tuple[int, ...]] = set()
@@ -51,15 +50,17 @@ class NativeLayer:
             return MULTIPLIES_HALVES and x.dim() > 2
         return self._normalises  # in float32, which the rule makes of it
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In the model's call."""
-        own = self._own
-        return self._run(self._rule.prepare(x), own["weight"], own.get("bias"), self._number)
+        return self._run(self._rule.prepare(x), weight, bias, self._number)
 
-    def run_again(self, x: Tensor, current: int) -> Tensor:
+    def run_again(self, x: Tensor, weight: Tensor, bias: Tensor | None, current: int) -> Tensor:
         """In the backward pass, by a checkpoint."""
-        own = self._own
-        return self._run_again(self._rule.prepare(x), own["weight"], own.get("bias"), self._number, current)
+        return self._run_again(self._rule.prepare(x), weight, bias, self._number, current)
+
+    def wait_for_others(self) -> None:
+        """Its parameters have come up in another unit too: its gradients are no longer clipped by themselves."""
+        self._in_cpp.share()
 
     def learn(self, x: Tensor, g: Tensor, program: list[int] | None) -> None:
         """What the kernels do for inputs of these shapes (kernels/programs.py); None where that cannot be recorded."""
@@ -78,16 +79,19 @@ def _key(x: Tensor, g: Tensor) -> tuple[int, ...]:
     return (*x.shape, *x.stride(), *g.shape, int(torch.backends.cudnn.allow_tf32), g.element_size())
 
 
-def native_layer(library: Layers, unit: Unit, watch: NativeWatch) -> NativeLayer | None:
+def native_layer(
+    library: Layers, unit: Unit, watch: NativeWatch, weight: Tensor, bias: Tensor | None
+) -> NativeLayer | None:
     """The layer in C++; None where it stays in Python."""
-    rule, own = unit.rule, unit.module._parameters
+    rule = unit.rule
+    trained = [p for p in (weight, bias) if p is not None]
     if rule is None or len(set(unit.group_of)) != 1:
         return None
-    weight, bias = own["weight"], own.get("bias")
-    trained = [p for p in (weight, bias) if p is not None]
-    if weight is None or len(trained) != len(unit.parameters) or weight.dtype is not torch.float32:
+    if len(trained) != len(unit.parameters) or any(a is not b for a, b in zip(trained, unit.parameters, strict=True)):
         return None
-    geometry = _geometry(rule)
+    if weight.dtype is not torch.float32:
+        return None
+    geometry = _geometry(rule, weight)
     if geometry is None:
         return None
     kind, on_cpu, numbers, many, eps = geometry
@@ -98,16 +102,16 @@ def native_layer(library: Layers, unit: Unit, watch: NativeWatch) -> NativeLayer
     return NativeLayer(library, unit, number, in_cpp, on_cpu=on_cpu)
 
 
-def _geometry(rule: Any) -> tuple[int, bool, list[int], int, float] | None:
+def _geometry(rule: Any, weight: Tensor) -> tuple[int, bool, list[int], int, float] | None:
     """Kind, whether the CPU's kernels take it, and what there is to know of it besides its parameters."""
-    m = rule.module
+    m = rule.settings
     if type(rule) is LinearRule:
         return kinds.LINEAR, True, [], 1, 0.0
     if type(rule) is Conv1DRule:
         return kinds.TRANSPOSED_LINEAR, False, [], 1, 0.0
     if type(rule) is ConvRule and rule.dims == 2:
         # A larger gradient may have a shorter way than being formed (see choose_formula): Python knows it.
-        formed = m.groups != 1 or m.weight.numel() <= performance.settings().cached_elements
+        formed = m.groups != 1 or weight.numel() <= performance.settings().cached_elements
         return kinds.CONVOLUTION, formed, [*m.stride, *rule.padding, *m.dilation], m.groups, 0.0
     if type(rule) is GroupNormRule:
         return kinds.GROUP_NORM, False, [], m.num_groups, m.eps

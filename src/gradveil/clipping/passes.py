@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.clipping.operations.sources import Source
 from gradveil.clipping.units import Unit
 from gradveil.clipping.uses import Use
 from gradveil.kernels.layers import Layers
@@ -45,6 +46,7 @@ class Pass:
         # (batch,) int32: 1 where an example was not finite in some group
         self._lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
+        self.moved: list[Unit] = []  # whose rows are not the examples in their order
 
     @property
     def started(self) -> bool:
@@ -114,10 +116,15 @@ class Pass:
 
 
 class Call:
-    """One call of a unit in a pass."""
+    """One use of a unit in a pass.
 
-    def __init__(self, unit: Unit, current: Pass, *, again: bool) -> None:
+    ``sources``: the tensors that the operation took, in the order of its use's parameters. ``fold``: how many rows of
+    the use are one row of the batch, one after the other.
+    """
+
+    def __init__(self, unit: Unit, current: Pass, *, again: bool, sources: Sequence[Source], fold: int = 1) -> None:
         self.unit, self.current, self.done = unit, current, False
+        self.sources, self.fold = sources, fold
         current.count(unit, again=again)
 
 

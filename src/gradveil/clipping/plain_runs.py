@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradveil.clipping._rng import rng_at, rng_state, same_rng
-from gradveil.clipping.function_state import Attributes
+from gradveil.clipping.outputs import tensors_in
+from gradveil.clipping.surroundings import Attributes
 from gradveil.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from gradveil.clipping.operations.tracking import Tracing
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,18 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def plain_run(
-    module: nn.Module, args: Any, kwargs: Any, *, evaluate: bool, starting_from: Moment | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    evaluate: bool,
+    starting_from: Moment | None = None,
+    mode: Tracing | None = None,
 ) -> PlainRun:
-    """A call without gradients that leaves nothing behind: modes, attributes, buffers and generators are as they were.
+    """A call that leaves nothing behind: modes, attributes, buffers and generators are as they were.
 
-    ``starting_from``: attributes and generators as they were at an earlier moment.
+    ``starting_from``: attributes and generators as they were at an earlier moment. ``mode`` sees its operations, with
+    gradients where it asks for them; otherwise there are none.
     """
     children = list(module.modules())
     modes, attributes = [child.training for child in children], Attributes(module)
@@ -57,12 +68,13 @@ def plain_run(
     try:
         if starting_from is not None:
             starting_from.attributes.put_back()
-        with torch.no_grad(), rng_at(before, device), _no_fast_path(), warnings.catch_warnings():
+        grad = torch.set_grad_enabled(mode is not None and mode.needs_grad)
+        with grad, rng_at(before, device), _no_fast_path(), warnings.catch_warnings(), mode or nullcontext():
             warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
             if evaluate:
                 for child in children:  # not module.eval(): a module may do more than that in its own
                     child.training = False
-            outputs = tensors_in(module(*args, **kwargs))
+            outputs = [t.detach() for t in tensors_in(module(*args, **kwargs))]
             drew = not same_rng(before, rng_state(device))
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     except RuntimeError as error:
@@ -75,8 +87,8 @@ def plain_run(
         ) from error
     finally:
         attributes.put_back()
-        for child, mode in zip(children, modes, strict=True):
-            child.training = mode
+        for child, training in zip(children, modes, strict=True):
+            child.training = training
         with torch.no_grad():
             for child, name, buffer, value in kept:
                 if not torch.equal(buffer, value):  # one that is an expanded view cannot be written to, nor was it
@@ -94,10 +106,6 @@ def _no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(output) if isinstance(t, Tensor)]
 
 
 class Arguments:
@@ -122,13 +130,13 @@ class Arguments:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(self._leaves[i].shape) for i in self._batched]
 
-    def first_example(self, batched: list[int]) -> Any:
-        """The same arguments with the first example alone."""
-        return self._changed(batched, lambda t: t[:1])
-
-    def reversed(self, batched: list[int]) -> Any:
-        """The same arguments with the batch upside down."""
-        return self._changed(batched, lambda t: t.flip(0))
+    def some(self, batched: list[int], size: int, replaced: int | None) -> Any:
+        """The same arguments with so many rows, from the first on and over again; one of them replaced by another."""
+        rows = len(self._leaves[batched[0]]) if batched else 1
+        chosen = [i % rows for i in range(size)]
+        if replaced is not None:
+            chosen[replaced] = size % rows if size % rows != chosen[replaced] else (chosen[replaced] + 1) % rows
+        return self._changed(batched, lambda t: t.detach()[chosen].requires_grad_(t.requires_grad))
 
     def _changed(self, batched: list[int], change: Callable[[Tensor], Tensor]) -> Any:
         leaves = [change(leaf) if i in batched else leaf for i, leaf in enumerate(self._leaves)]

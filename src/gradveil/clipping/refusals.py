@@ -7,9 +7,10 @@ from gradveil.errors import GradveilError, PrivacyViolation, UnsupportedModelErr
 _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     "stranger": (
         PrivacyViolation,
-        "parameter {what!r} got a gradient from a use outside its own module's forward, such as F.linear(x, "
-        "layer.weight) or a penalty on the weights in the loss. That part is not clipped per example. Use the "
-        "parameter only through its module; for a penalty, use the optimizer's weight_decay.",
+        "parameter {what!r} got a gradient from a use outside the model's forward, such as F.linear(x, layer.weight) "
+        "after it or a penalty on the weights in the loss, or inside it from an autograd.Function of your own or a "
+        "scripted module. That part is not clipped per example. Use the parameter in forward(), through torch's "
+        "operations; for a penalty, use the optimizer's weight_decay.",
     ),
     "captured": (
         PrivacyViolation,
@@ -43,6 +44,11 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
         "parameter {what!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook): autograd "
         "computes no gradient for it to see, since .grad is set when the release is made, at the end of backward(). "
         "Remove the hook and read .grad after backward().",
+    ),
+    "batch norm": (
+        UnsupportedModelError,
+        "{what} was put into training mode: its output for one example depends on the whole batch, so a per-example "
+        "gradient is undefined. Keep it in eval mode, or replace it with GroupNorm: gradveil.fix(model).",
     ),
     "frozen": (
         PrivacyViolation,
@@ -83,6 +89,12 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
         UnsupportedModelError,
         "{what} is used in a reentrant checkpoint and once more, in another or outside: the first use was clipped "
         "before the second was known of. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+    ),
+    "compared": (
+        UnsupportedModelError,
+        "the loss is computed from an output of the model that has the batch in more than one dimension (a matrix of "
+        "similarities, say): it mixes examples, and no clipping bounds what one example does. Compute the loss from "
+        "outputs that have the examples along one dimension.",
     ),
     "scalar": (
         UnsupportedModelError,

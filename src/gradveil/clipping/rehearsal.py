@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.clipping.decomposable import check_buffers
-from gradveil.clipping.function_state import Attributes
+from gradveil.clipping.outputs import tensors_in
 from gradveil.clipping.row_differences import Split, largest_difference, tolerance
+from gradveil.clipping.surroundings import Attributes
+from gradveil.clipping.taps import is_refused
 from gradveil.errors import GradveilError
 
 Rehearse = Callable[[Any], list[Tensor] | None]
@@ -37,8 +39,8 @@ class Rehearsal:
     def watch(self, output: Any, rows: int) -> None:
         """Outputs of the model, before their gradients are scaled to those of each example's own loss."""
         self._of_outputs = {}
-        for place, t in enumerate(tree_leaves(output)):
-            if isinstance(t, Tensor) and t.requires_grad and t.dim() > 0 and t.shape[0] == rows:
+        for place, t in enumerate(tensors_in(output)):
+            if t.requires_grad and t.dim() > 0 and t.shape[0] == rows and not is_refused(t):
                 kept = self._of_outputs[place] = [t.detach().clone()]
                 t.register_hook(lambda g, kept=kept: kept.append(g.detach().clone()))
 

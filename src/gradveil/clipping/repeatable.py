@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.clipping._rng import RngState, rng_state
-from gradveil.clipping.plain_runs import PlainRun, _device_of, tensors_in
+from gradveil.clipping.outputs import tensors_in
+from gradveil.clipping.plain_runs import PlainRun, _device_of
 from gradveil.errors import UnsupportedModelError
 
 _INTERNAL = frozenset(vars(nn.Module()))

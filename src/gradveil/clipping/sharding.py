@@ -30,15 +30,6 @@ def any_sharded(module: nn.Module) -> bool:
     return any(is_sharded(p) for p in module.parameters())
 
 
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before fully_shard gave it another."""
-    kind = type(module)
-    if FSDPModule is not None and issubclass(kind, FSDPModule):
-        plain: Any = next(base for base in kind.__mro__[1:] if not issubclass(base, FSDPModule))
-        return plain  # type: ignore[no-any-return]
-    return kind
-
-
 def sharding_modules(module: nn.Module) -> Iterable[Any]:
     """The modules that add gradients up over processes."""
     return [m for m in module.modules() if FSDPModule is not None and isinstance(m, FSDPModule)]

@@ -29,7 +29,9 @@ from torch.utils._pytree import tree_leaves
 from gradveil.clipping.batch_arguments import BatchArguments, SharedArguments
 from gradveil.clipping.independence import check_model, model_refusal
 from gradveil.clipping.loss_watch import LossWatch
+from gradveil.clipping.outputs import tensors_in
 from gradveil.clipping.rehearsal import Comparison, Rehearse, changes_with_rows, with_rows
+from gradveil.clipping.taps import is_refused
 from gradveil.errors import ConfigError, UnsupportedModelError
 
 FIRST = 2  # batches that are checked at the beginning
@@ -48,10 +50,9 @@ class SpotChecks:
         self._batches = self._checks = 0
         self._seconds, self._begun = 0.0, time.perf_counter()  # in checks; since when
         self._waiting = False  # for the loss of the batch that is under way
-        self.not_batch_first: list[
-            Tensor
-        ] = []  # tensors of the loader's batch with the examples along another dimension
+        self.not_batch_first: list[Tensor] = []  # of the loader's batch: the examples are along another dimension
         self._modes: tuple[Any, ...] | None = None  # of the modules, in the last call
+        self._parts: list[tuple[Any, Any, Any]] | None = None  # of the model: attributes and hooks of each module
         self._whole = False  # the batch under way was checked as a whole step
         self._model_seen = False
         self.rehearse: Callable[[Callable[[], None]], list[Tensor] | None] | None = None  # a pass that keeps no sums
@@ -126,9 +127,15 @@ class SpotChecks:
             raise model_refusal(verdict)
         self._model_seen = verdict.comparable and self._backward_is_apart(args, kwargs, rows)
 
+    def note_registration(self) -> None:
+        """Some module has got a child: the model may have other parts than it had."""
+        self._parts = None
+
     def _look_at_modes(self) -> None:
         """Check again where modes or hooks are not as they were: the model may do something else now."""
-        modes = tuple((m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self._module.modules())
+        if self._parts is None:
+            self._parts = [(vars(m), m._forward_hooks, m._forward_pre_hooks) for m in self._module.modules()]
+        modes = tuple([(own["training"], len(after), len(before)) for own, after, before in self._parts])
         if modes != self._modes:
             if self._modes is not None:
                 self._look_again()
@@ -242,10 +249,8 @@ def _any_loss(output: Any, rows: int) -> Tensor:
     """Of an output, with weights that are the same for a row in every call of the same size."""
     draw = torch.Generator().manual_seed(rows)
     total = torch.zeros(())
-    for t in tree_leaves(output):
-        if isinstance(t, Tensor) and t.requires_grad and t.dim() > 0 and t.shape[0] == rows:
+    for t in tensors_in(output):
+        if t.requires_grad and t.dim() > 0 and t.shape[0] == rows and not is_refused(t):
             weights = torch.randn(t.shape, generator=draw).to(t.device, t.dtype)
-            total = (
-                total.to(t.device) + ((t + t.square()) * weights).sum()
-            )  # with a gradient of its own for each example
+            total = total.to(t.device) + ((t + t.square()) * weights).sum()  # a gradient of its own for each example
     return total

@@ -17,7 +17,7 @@ def check_module(module: nn.Module) -> None:
     """Refuse, by name, what mixes examples or hides its parameters from clipping."""
     for name, child in module.named_modules():
         label = f"{type(child).__name__} {name!r}"
-        if isinstance(child, _BatchNorm):
+        if isinstance(child, _BatchNorm) and (child.training or not child.track_running_stats):
             raise UnsupportedModelError(
                 f"{label} mixes examples: its output for one example depends on the whole batch, so a per-example "
                 "gradient is undefined. Replace it with GroupNorm: gradveil.fix(model)."
@@ -54,6 +54,11 @@ def check_module(module: nn.Module) -> None:
                 f"parameter {name!r} of a lazy module has no shape yet. Run one forward pass on public or zero input "
                 "before make_private."
             )
+
+
+def normalisations(module: nn.Module) -> list[_BatchNorm]:
+    """The modules that normalise over the batch while they train; in eval mode they go by what they have."""
+    return [child for child in module.modules() if isinstance(child, _BatchNorm)]
 
 
 def half_precision(name: str, dtype: torch.dtype) -> UnsupportedModelError:

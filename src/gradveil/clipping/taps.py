@@ -1,4 +1,4 @@
-"""The autograd functions a followed model goes through, and what stands in for its modules' forwards."""
+"""The autograd functions a followed model goes through, and what stands in for its forward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gradveil.clipping.function import FunctionCall, OutputPlan
-from gradveil.clipping.function_outputs import has_gradient
-from gradveil.clipping.function_state import no_autocast
 from gradveil.clipping.refusals import refusal
-from gradveil.clipping.rules import LayerRule
-from gradveil.clipping.units import Unit
+from gradveil.clipping.rules.layer import LayerRule
+from gradveil.clipping.surroundings import no_autocast
 
 if TYPE_CHECKING:
     from gradveil.clipping.clipper import Clipper
@@ -37,6 +34,23 @@ class OutputTap(torch.autograd.Function):
             raise refusal("scalar", "")
         ctx.clipper.start_backward(ctx.current)
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
+
+
+class RefusedTap(torch.autograd.Function):
+    """An output that no loss may be computed from, and why (refusals.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, why: str, what: str) -> Tensor:
+        ctx.why = why, what
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:
+        raise refusal(*ctx.why)
+
+
+def is_refused(t: Tensor) -> bool:
+    return t.grad_fn is not None and t.grad_fn.name() == "RefusedTapBackward"
 
 
 class InputTap(torch.autograd.Function):
@@ -68,7 +82,8 @@ class LayerTap(torch.autograd.Function):
         ctx.clipper, ctx.call, ctx.rule = clipper, call, rule
         out, kept = rule.forward(x, weight, bias)
         ctx.save_for_backward(x, weight, *kept)
-        return out
+        # Not a view, which others could not change in place.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() and out.is_contiguous() else out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,29 +117,6 @@ def tap_output(*args: Any) -> Tensor:
     return apply(*args)
 
 
-class FunctionTap(torch.autograd.Function):
-    """A module followed as a whole."""
-
-    @staticmethod
-    def forward(ctx: Any, clipper: Clipper, call: Call, run: FunctionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.clipper, ctx.call, ctx.run = clipper, call, run
-        ctx.parameters = list(tensors[: len(call.unit.parameters)])
-        outputs = run.forward(ctx.parameters)
-        ctx.mark_non_differentiable(*(o for o in outputs if not has_gradient(o)))
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        clipper: Clipper = ctx.clipper
-        with no_autocast():
-            with clipper.quietly():
-                to_inputs, use = ctx.run.backward(ctx.parameters, grads)
-            parameters = ctx.next_functions[: len(ctx.parameters)]
-            clipper.collect(ctx.call, use, parameters)
-            return None, None, None, *([None] * len(parameters)), *to_inputs
-
-
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of the followed layers: they run as they are, between compiled parts.
 
@@ -145,30 +137,24 @@ def _compiler_at_work() -> bool:
     return _is_compiling() or _watching is None or _watching() is not None
 
 
-class Followed:
-    """A unit's forward while it is followed. Copies and pickles of the model get its plain forward back."""
+class TrackedForward:
+    """The model's forward while it is followed. Copies and pickles of the model get its plain forward back."""
 
-    def __init__(self, clipper: Clipper, unit: Unit, own: Any) -> None:
-        self.clipper, self.unit, self.output_plan, self._own = clipper, unit, OutputPlan(), own
-        self.plain = own if own is not None else types.MethodType(type(unit.module).forward, unit.module)
+    def __init__(self, clipper: Clipper, own: Any) -> None:
+        self.clipper, self._own = clipper, own
+        self.plain = own if own is not None else types.MethodType(type(clipper.module).forward, clipper.module)
         self.run = _uncompiled(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _compiler_at_work():
-            return self.run(*args, **kwargs)
-        layer, current = self.unit.native, self.clipper.followed
-        if layer is not None and current is not None and len(args) == 1 and not kwargs:
-            # The ordinary call of an ordinary layer, without further ado: small layers feel every call.
-            x, sizes = args[0], self.unit.inputs.get(0, "examples")
-            if x.shape[0] == current.rows and sizes == "examples" and layer.takes(x) and torch.is_grad_enabled():
-                return layer.run(x)
-        return self._run(*args, **kwargs)
+        return self.run(*args, **kwargs) if _compiler_at_work() else self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clipper.forward(self.unit, self.plain, self.output_plan, args, kwargs)
+        if self.clipper.tracks:
+            return self.clipper.run(self.plain, args, kwargs)
+        return self.plain(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _plain_forward, (self.unit.module, self._own)
+        return _plain_forward, (self.clipper.module, self._own)
 
 
 def _plain_forward(module: nn.Module, own: Any) -> Any:

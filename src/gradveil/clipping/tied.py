@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradveil.clipping.operations.sources import DerivedUse
 from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
 from gradveil.clipping.uses import Use, Weigh, wide_pair
@@ -55,7 +56,12 @@ class TiedUse(Use):
             use.keep(keep)
 
     def sq_norms(self) -> list[Tensor]:
-        pairs = [(i, j) for i in range(len(self.uses)) for j in range(i) if set(self.places[i]) & set(self.places[j])]
+        pairs = [
+            (i, j)
+            for i in range(len(self.uses))
+            for j in range(i)
+            if set(self.places[i]) & set(self.places[j]) and not _are_apart(self.uses[i], self.uses[j])
+        ]
         products = {pair: self._product(*pair) for pair in pairs}
         if any(product is None for product in products.values()):
             return super().sq_norms()
@@ -86,6 +92,11 @@ class TiedUse(Use):
             return super().weighted_sums(weights)
         own = [[weights[place] for place in places] for places in self.places]
         return self._gathered([use.weighted_sums(w) for use, w in zip(self.uses, own, strict=True)], self.shapes)
+
+
+def _are_apart(first: Use, second: Use) -> bool:
+    """Whether the uses reach no element of a parameter both, so that their product is zero."""
+    return isinstance(first, DerivedUse) and first.is_apart_from(second)
 
 
 def _length(use: Use) -> Tensor:

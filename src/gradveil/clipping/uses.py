@@ -32,7 +32,7 @@ from gradveil.kernels import native
 
 def wide(t: Tensor) -> Tensor:
     """At least float32: norms are never accumulated in half precision."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+    return t if t.dtype in (torch.float32, torch.float64) or t.is_complex() else t.float()
 
 
 def wide_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,6 +42,14 @@ def wide_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         common = torch.promote_types(x.dtype, g.dtype)
         x, g = x.to(common), g.to(common)
     return x, g
+
+
+def as_multiplied(x: Tensor, g: Tensor) -> Tensor:
+    """The factor of a product, as autocast has rounded it where the result, and so its gradient, is a half."""
+    return x.to(g.dtype) if g.dtype in HALVES and x.dtype not in HALVES else x
+
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def keep_rows(t: Tensor, keep: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from gradveil import ledger as ledgers
 from gradveil import ranks as processes
 from gradveil.book import Book
 from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
-from gradveil.clipping.taps import Followed, ModelHook
+from gradveil.clipping.taps import ModelHook, TrackedForward
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.batches import Batches
 from gradveil.engine.header import run_header
@@ -207,7 +207,7 @@ class PrivacyEngine:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
         inner = processes.unwrapped(module)
         source = source_of(data_loader, batch_size)
-        if any(isinstance(vars(child).get("forward"), Followed) for child in inner.modules()):
+        if any(isinstance(vars(child).get("forward"), TrackedForward) for child in inner.modules()):
             raise ConfigError(
                 "this model is private already, under another engine. Call detach() on that engine first."
             )

@@ -284,7 +284,8 @@ struct Layer : Numbered<Layer> {
 
    public:
     const int64_t kind, unit, group;
-    const bool whole, bias, on_cpu;
+    bool whole;  // no group of its parameters reaches beyond it, and no other layer has them
+    const bool bias, on_cpu;
     const Ints numbers;
     const int64_t many;
     const double eps;

@@ -357,7 +357,8 @@ TORCH_LIBRARY(gradveil, m) {
             return Layer::enter(c10::make_intrusive<Layer>(number, kind, unit, group, whole, bias, on_cpu,
                                                            std::move(numbers), many, eps, watch, std::move(slots)));
         }))
-        .def("learn", &Layer::learn);
+        .def("learn", &Layer::learn)
+        .def("share", [](const intrusive_ptr<Layer>& layer) { layer->whole = false; });
     m.def("begin(int clipper, int current, int batch, int units) -> ()", begin);
     m.def("set_settings(int clipper, float[] bounds, Tensor? device_bounds, int most_kept) -> ()", set_settings);
     m.def("layer(Tensor x, Tensor weight, Tensor? bias, int layer) -> Tensor");

@@ -181,11 +181,20 @@ struct Pass : Numbered<Pass> {
           clipped(units, 0),
           claimed(this->settings->bounds.size(), 0) {}
 
-    void count(int64_t unit, bool again) { (again ? recalls : calls)[unit]++; }
+    void count(int64_t unit, bool again) {
+        if (unit >= (int64_t)calls.size()) {  // it has come up in this pass
+            calls.resize(unit + 1, 0);
+            recalls.resize(unit + 1, 0);
+            clipped.resize(unit + 1, 0);
+        }
+        (again ? recalls : calls)[unit]++;
+    }
     // A checkpoint that keeps its graph calls a unit again without using it again.
-    int64_t uses(int64_t unit) const { return std::max(calls[unit], recalls[unit]); }
-    bool was_clipped(int64_t unit) const { return clipped[unit]; }
-    void set_clipped(int64_t unit) { clipped[unit] = 1; }
+    int64_t uses(int64_t unit) const {
+        return unit < (int64_t)calls.size() ? std::max(calls[unit], recalls[unit]) : 0;
+    }
+    bool was_clipped(int64_t unit) const { return clipped.at(unit); }
+    void set_clipped(int64_t unit) { clipped.at(unit) = 1; }
     // Whether a group was not clipped yet, at the end of an earlier backward pass through this; now it is.
     bool claim(int64_t group) { return std::exchange(claimed.at(group), 1) == 0; }
 

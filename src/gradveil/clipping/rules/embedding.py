@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping.rules.layer import LayerRule
@@ -57,28 +58,25 @@ class EmbeddingUse(Use):
         return self.weighted_sums(weights)
 
 
-def _refuse_batch_dependence(module: nn.Module) -> None:
+def _refuse_batch_dependence(settings: Any, name: str) -> None:
     for option, why in (
         ("scale_grad_by_freq", "scales gradients by counts over the whole batch"),
         ("max_norm", "changes weights in the forward pass, by tokens of the private batch"),
-        ("sparse", "makes sparse gradients"),
     ):
-        if getattr(module, option, None):
+        if getattr(settings, option):
             raise UnsupportedModelError(
-                f"{type(module).__name__} with {option} {why}, which per-example clipping cannot follow. Leave it out."
+                f"{name} with {option} {why}, which per-example clipping cannot follow. Leave it out."
             )
 
 
 class EmbeddingRule(LayerRule):
-    """nn.Embedding on tokens of any shape; ``padding_idx`` gets no gradient."""
+    """Tokens of any shape; ``padding_idx`` gets no gradient."""
 
     least_dims = 1
-    adds_up = True
-    shared_input = True  # position indices without a batch dimension
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        _refuse_batch_dependence(module)
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        _refuse_batch_dependence(settings, "Embedding")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return F.embedding(x, weight), ()
@@ -88,33 +86,33 @@ class EmbeddingRule(LayerRule):
     ) -> tuple[Tensor | None, Use]:
         tokens = x.reshape(x.shape[0], math.prod(x.shape[1:]))  # -1 would not do for no tokens at all
         rows = g.reshape(*tokens.shape, g.shape[-1])
-        if self.module.padding_idx is not None:
-            rows = torch.where((tokens == self.module.padding_idx).unsqueeze(2), rows.new_zeros(()), rows)
+        if self.settings.padding_idx is not None:
+            rows = torch.where((tokens == self.settings.padding_idx).unsqueeze(2), rows.new_zeros(()), rows)
         return None, EmbeddingUse(tokens, rows, (weight.shape[0], weight.shape[1]))
 
 
 class EmbeddingBagRule(LayerRule):
-    """nn.EmbeddingBag on (B, T) tokens, one bag per example, by sum or mean."""
+    """(B, T) tokens, one bag per example, by sum or mean."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        _refuse_batch_dependence(module)
-        if self.module.mode == "max":
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        _refuse_batch_dependence(settings, "EmbeddingBag")
+        if self.settings.mode == "max":
             raise UnsupportedModelError(
                 "EmbeddingBag with mode='max' has no rule here. Use nn.Embedding followed by a max over the tokens."
             )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        m = self.module
+        m = self.settings
         return F.embedding_bag(x, weight, mode=m.mode, padding_idx=m.padding_idx), ()
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
         counted = torch.ones_like(x, dtype=torch.bool)
-        if self.module.padding_idx is not None:
-            counted = x != self.module.padding_idx
+        if self.settings.padding_idx is not None:
+            counted = x != self.settings.padding_idx
         share = counted.to(g.dtype)
-        if self.module.mode == "mean":
+        if self.settings.mode == "mean":
             share = share / counted.sum(1, keepdim=True).clamp(min=1).to(g.dtype)
         return None, EmbeddingUse(x, g.unsqueeze(1) * share.unsqueeze(2), (weight.shape[0], weight.shape[1]))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.clipping.uses import Use
 
 
 class LayerRule:
-    """A layer y = f(x; weight, bias) on one batched tensor. ``least_dims`` counts the batch dimension."""
+    """A layer y = f(x; weight, bias) on one tensor with the batch first. ``least_dims`` counts the batch dimension."""
 
     least_dims = 2
-    adds_up = False  # whether its weight may be shared with other such layers (tied.py)
-    shared_input = False  # whether an input without the batch (positions, say) may be repeated for every example
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
+    def __init__(self, settings: Any) -> None:
+        """``settings``: the arguments of the operation beside its tensors."""
+        self.settings = settings
 
     def prepare(self, x: Tensor) -> Tensor:
         """What ordinary autograd does before the layer proper, such as padding."""

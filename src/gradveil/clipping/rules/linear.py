@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from gradveil.clipping import performance
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.uses import (
+    HALVES,
     Use,
     Weigh,
+    as_multiplied,
     gram_sq_norms,
     keep_rows,
     norms_of_rows,
@@ -51,10 +53,9 @@ def stays_half(g: Tensor) -> bool:
     is what is scaled and added to the sum. Scaled *factors* in half precision would not do: what is rounded off them
     can be more than the sum of their products, and an example would exceed its bound.
     """
-    return g.is_cuda and g.dtype in _HALVES and MULTIPLIES_HALVES and performance.settings().formula != "gram"
+    return g.is_cuda and g.dtype in HALVES and MULTIPLIES_HALVES and performance.settings().formula != "gram"
 
 
-_HALVES = (torch.bfloat16, torch.float16)
 MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product in float32: since torch 2.8
 
 
@@ -79,7 +80,7 @@ class LinearUse(Use):
         if weight and self.positions > 1 and stays_half(g):
             self.half, x = True, x.to(g.dtype)  # as autocast gave it to the layer
         else:
-            x, g = wide_pair(x, g)
+            x, g = wide_pair(as_multiplied(x, g), g)
         if x.dim() != 2:
             shape = (self.examples,) if self.positions == 1 else (self.examples, self.positions)
             x, g = x.reshape(*shape, inputs), g.reshape(*shape, outputs)
@@ -88,6 +89,16 @@ class LinearUse(Use):
         self.formula = choose_formula(self.positions, inputs, outputs) if weight else "rank-one"
         if self.half:
             self.formula = "direct"
+
+    @classmethod
+    def joined(cls, uses: Sequence[Use]) -> LinearUse | None:
+        """Several uses of one weight as one with all their positions; None where they are not of a kind."""
+        kinds = {(type(u), u.weight, u.bias, u.x.shape[-1]) if isinstance(u, LinearUse) else u for u in uses}
+        if len(kinds) != 1 or not isinstance(uses[0], LinearUse):
+            return None
+        same = [u for u in uses if isinstance(u, LinearUse)]
+        x, g = torch.cat([u.x_BTD for u in same], 1), torch.cat([u.g_BTO for u in same], 1)
+        return type(uses[0])(x, g, weight=uses[0].weight, bias=uses[0].bias)
 
     @property
     def x_BTD(self) -> Tensor:
@@ -201,9 +212,7 @@ def products_of_halves(a: Tensor, b: Tensor, sum_of: Tensor | None) -> list[Tens
 
 
 class LinearRule(LayerRule):
-    """nn.Linear."""
-
-    adds_up = True
+    """x W^T + b."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return F.linear(x, weight, bias), ()
@@ -234,7 +243,7 @@ class TransposedLinearUse(LinearUse):
 
 
 class Conv1DRule(LayerRule):
-    """The Conv1D of Hugging Face's GPT-2: a linear layer whose weight is stored as (inputs, outputs)."""
+    """x W + b: a linear layer whose weight is stored as (inputs, outputs), as in Hugging Face's GPT-2."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         rows = x.reshape(-1, x.shape[-1])

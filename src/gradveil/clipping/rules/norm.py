@@ -30,13 +30,13 @@ def _as_autocast_has_it(x: Tensor) -> Tensor:
 
 
 class LayerNormRule(LayerRule):
-    """nn.LayerNorm, with or without bias."""
+    """Layer normalisation, with or without bias."""
 
     def prepare(self, x: Tensor) -> Tensor:
         return _as_autocast_has_it(x)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        m = self.module
+        m = self.settings
         out, mean, rstd = torch.native_layer_norm(x, m.normalized_shape, weight, bias, m.eps)
         return out, (mean, rstd)
 
@@ -50,10 +50,10 @@ class LayerNormRule(LayerRule):
                 x.contiguous(), g.contiguous(), mean, rstd, weight.contiguous(), to_x=needs[0]
             )
             return to_x, _use(scaled, shift, needs)
-        to_x, last = None, len(self.module.normalized_shape)
+        to_x, last = None, len(self.settings.normalized_shape)
         if needs[0]:
             to_x = torch.ops.aten.native_layer_norm_backward(
-                g, x, self.module.normalized_shape, mean, rstd, weight, None, [True, False, False]
+                g, x, self.settings.normalized_shape, mean, rstd, weight, None, [True, False, False]
             )[0]
         if last == 1 and cuda.usable(x, g):
             return to_x, _use(*cuda.feature_moments(x, g, mean, rstd), needs)
@@ -63,19 +63,19 @@ class LayerNormRule(LayerRule):
 
 
 class RMSNormRule(LayerRule):
-    """nn.RMSNorm."""
+    """RMS normalisation."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        m = self.module
+        m = self.settings
         return F.rms_norm(x, m.normalized_shape, weight, m.eps), ()
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Use]:
-        last = len(self.module.normalized_shape)
+        last = len(self.settings.normalized_shape)
         over = tuple(range(x.dim() - last, x.dim()))
         wide_x, wide_g = wide_pair(x, g)
-        eps = self.module.eps if self.module.eps is not None else torch.finfo(wide_x.dtype).eps
+        eps = self.settings.eps if self.settings.eps is not None else torch.finfo(wide_x.dtype).eps
         rstd = torch.rsqrt(wide_x.square().mean(over, keepdim=True) + eps)
         normed = wide_x * rstd
         to_x = None
@@ -86,10 +86,10 @@ class RMSNormRule(LayerRule):
 
 
 class GroupNormRule(LayerRule):
-    """nn.GroupNorm: the gradient of the scale from two moments per channel, sum g x and sum g."""
+    """Group normalisation: the gradient of the scale from two moments per channel, sum g x and sum g."""
 
     def groups(self, channels: int) -> int:
-        return int(self.module.num_groups)
+        return int(self.settings.num_groups)
 
     def prepare(self, x: Tensor) -> Tensor:
         return _as_autocast_has_it(x)
@@ -98,7 +98,7 @@ class GroupNormRule(LayerRule):
         n, c = x.shape[:2]
         pixels = x[0, 0].numel()
         x = x.contiguous()
-        out, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, pixels, self.groups(c), self.module.eps)
+        out, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, pixels, self.groups(c), self.settings.eps)
         return out, (mean, rstd)
 
     def backward(
@@ -132,11 +132,9 @@ class GroupNormRule(LayerRule):
 
 
 class InstanceNormRule(GroupNormRule):
-    """nn.InstanceNorm1d, 2d, 3d without running statistics: a group norm with one channel per group."""
+    """Instance normalisation without running statistics: a group norm with one channel per group."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
-        self.least_dims = 3
+    least_dims = 3
 
     def groups(self, channels: int) -> int:
         return channels
@@ -158,7 +156,7 @@ class InstanceNormRule(GroupNormRule):
 
 
 class PReLURule(LayerRule):
-    """nn.PReLU with one slope, or one per channel."""
+    """PReLU with one slope, or one per channel."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return F.prelu(x, weight), ()

@@ -1,4 +1,4 @@
-"""What surrounds a run of a module that is followed as a whole: its buffers, autocast, hooks on saved tensors."""
+"""What surrounds a run of the model beside the user's own: attributes, autocast, hooks on saved tensors."""
 
 from __future__ import annotations
 
@@ -7,50 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-
-_Named = dict[str, Tensor | None]
-
-
-class Buffers:
-    """A module's buffers as they are now, kept for runs that start from here."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._places = [child._buffers for child in module.modules() if child._buffers]
-        self._then = _copies(self._places)
-
-    def live(self) -> list[Tensor]:
-        """Those the module has at present."""
-        return [b for place in self._places for b in place.values() if b is not None]
-
-    @contextmanager
-    def copied(self) -> Iterator[None]:
-        """The module has copies of the kept ones in here; afterwards it has its own again, untouched."""
-        if not self._places:
-            yield
-            return
-        live = [dict(place) for place in self._places]
-        try:
-            _put(self._places, _copies(self._then))
-            yield
-        finally:
-            _put(self._places, live)
-
-
-def _copies(places: list[_Named]) -> list[_Named]:
-    """Of every tensor one copy, however many modules share it."""
-    copied: dict[int, Tensor] = {}
-    for place in places:
-        for buffer in place.values():
-            if buffer is not None and id(buffer) not in copied:
-                copied[id(buffer)] = buffer.detach().clone()
-    return [{name: None if b is None else copied[id(b)] for name, b in place.items()} for place in places]
-
-
-def _put(places: list[_Named], values: list[_Named]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.clear()
-        place.update(value)
+from torch import nn
 
 
 class Attributes:
