@@ -10,6 +10,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -845,9 +846,8 @@ def all_of_transformers() -> dict[str, Callable[[], Made]]:
         for name in getattr(auto, f"{mapping}_NAMES")
     }
     for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"):
-        found[f"transformers/CausalLM/{name}, batched_mm"] = lambda name=name: of_transformers(
-            "CausalLM", name, "batched_mm"
-        )
+        for experts in ("batched_mm", "grouped_mm"):
+            found[f"transformers/CausalLM/{name}, {experts}"] = partial(of_transformers, "CausalLM", name, experts)
     return found | {f"peft/{name}": (lambda name=name, how=how: of_peft(name, how)) for name, how in ADAPTERS.items()}
 
 

@@ -9,7 +9,6 @@ import torch
 from networks import compare
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from gradveil.clipping import Clipper, make_groups
 from gradveil.errors import UnsupportedModelError
@@ -128,20 +127,6 @@ def refused(model, *args, match):
     follow(model)
     with pytest.raises(UnsupportedModelError, match=match):
         model(*args)
-
-
-def test_packed_sequences_are_refused():
-    def run(self, x, lengths):
-        return self.cell(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1][-1]
-
-    lengths = torch.randint(1, STEPS + 1, (BATCH,))
-    model = Calls(run, cell=nn.GRU(6, 3, batch_first=True))
-    refused(model, torch.randn(BATCH, STEPS, 6), lengths, match="a packed sequence in nn.GRU.*padded sequences")
-
-
-def test_bags_with_offsets_are_refused():
-    model = Calls(lambda self, x: self.bag(x.flatten(), torch.arange(len(x)) * STEPS), bag=nn.EmbeddingBag(9, 3))
-    refused(model, torch.randint(0, 9, (BATCH, STEPS)), match=r"EmbeddingBag with offsets.*\(batch, tokens\)")
 
 
 def test_a_mask_for_every_head_of_every_example():

@@ -239,37 +239,47 @@ class Clipper:
                 "one after the other, so which rows are whose cannot be told. Give all views of every example: "
                 "torch.stack(views, dim=1).flatten(0, 1)."
             )
-        self._checking = not self._model.passed and self.agree(rows > 1)
-        to_look = self._checking or (self.sharded and not self._model.passed)  # there all processes look, or none
-        self._late, self._before = [], None
+        looks = not self._model.passed and self._rehearsal is None
+        checking = looks and self.agree(rows > 1)
+        to_look = checking or (self.sharded and looks)  # there all processes look, or none
         if rows == 0:
-            self._current = Pass(1, empty=True)
-            self._current.step = self._steps
             args, kwargs = tree_map(
                 lambda t: t.new_zeros((1, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and not len(t) else t,
                 (args, kwargs),
             )
             if to_look:
                 self._model.look(args, kwargs, 1)
+            self._start(Pass(1, empty=True), checking)
             return args, kwargs
-        if to_look:
-            self._plain_output = self._model.look(args, kwargs, rows)
-        elif self._model.passed and self._model.is_incomplete and rows > 1 and not _is_capturing(tensors[0]):
-            self._before = args, kwargs, Moment(module)
+        plain = self._model.look(args, kwargs, rows) if to_look else None
+        before = None
+        if self._model.passed and self._model.is_incomplete and rows > 1 and not _is_capturing(tensors[0]):
+            before = args, kwargs, Moment(module)
         if self.padding is None and self._rehearsal is None:
             self.checks.before_call(args, kwargs, rows, quietly=self.quietly, alone=self.agree is bool)
-        self._current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
-        self._current.step = self._steps
+        current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
+        self._start(current, checking, plain, before)
         if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
-            self._follow_in_cpp(self._layers, self._current, tensors[0].device)
+            self._follow_in_cpp(self._layers, current, tensors[0].device)
         if any(t.requires_grad for t in tensors):
             self.look_at_leaves(leaf for t in tensors for leaf in leaves_behind(t))
         if any(t.requires_grad for t in tensors):  # what leaves through the inputs is the gradient of the user's loss
-            back = 1.0 / self._output_scale(self._current)
+            back = 1.0 / self._output_scale(current)
             return tree_map(
                 lambda t: tap_input(t, back) if isinstance(t, Tensor) and t.requires_grad else t, (args, kwargs)
             )
         return (args, kwargs) if was_marked else None
+
+    def _start(
+        self,
+        current: Pass,
+        checking: bool,
+        plain: list[Tensor] | None = None,
+        before: tuple[Any, Any, Moment] | None = None,
+    ) -> None:
+        current.step = self._steps
+        self._current, self._checking, self._plain_output = current, checking, plain
+        self._late, self._before = [], before
 
     def _output_scale(self, current: Pass) -> float:
         """d(mean)/d(row) is 1/B of the gradient of that example's own loss; of K rows of an example, 1/(B K)."""

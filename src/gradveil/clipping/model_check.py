@@ -5,6 +5,8 @@ The runs are in plain_runs.py, what is learned from them in operations/plan.py. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -52,9 +54,11 @@ class ModelCheck:
             whole = plain_run(self._clipper.module, args, kwargs, evaluate=False, starting_from=before)
         arguments = Arguments(args, kwargs, rows)
         failed: Exception | None = None
-        for batched in arguments.readings() if not self._clipper.sharded else arguments.readings()[:1]:
+        ways = [(batched, in_order) for batched in arguments.readings() for in_order in (False, True)]
+        sizes = (rows, rows + 2 * self._clipper.views) if all_rows else None
+        for batched, in_order in ways if not self._clipper.sharded else ways[:1]:
             try:
-                self._learn(arguments, batched, before, (rows, rows + 2 * self._clipper.views) if all_rows else None)
+                self._learn(partial(arguments.some, batched, in_order=in_order), before, sizes)
                 break
             except UnsupportedModelError:
                 raise
@@ -71,17 +75,16 @@ class ModelCheck:
             ) from failed
         return whole.outputs
 
-    def _learn(
-        self, arguments: Arguments, batched: list[int], before: Moment | None, sizes: tuple[int, int] | None
-    ) -> None:
+    def _learn(self, some: Callable[..., Any], before: Moment | None, sizes: tuple[int, int] | None) -> None:
         clipper, views = self._clipper, self._clipper.views
         sizes = sizes or (SIZES[0] * views, SIZES[1] * views)
         example = min(EXAMPLE * views, sizes[0] - 1)
 
         def run(size: int, replaced: int | None = None) -> tuple[PlainRun, dict[Any, Record]]:
-            given = arguments.some(batched, size, replaced)
-            replacement = None if replaced is None else (replaced, size)
-            mode = Tracing(clipper.plan, clipper.sources, differentiates=not clipper.sharded, changed=replacement)
+            given = some(size, replaced)
+            mode = Tracing(
+                clipper.plan, clipper.sources, rows=size, differentiates=not clipper.sharded, changed=replaced
+            )
             if clipper.sharded:
                 mode.adopt = clipper.adopt
             with clipper.quietly():

@@ -130,12 +130,19 @@ class Arguments:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(self._leaves[i].shape) for i in self._batched]
 
-    def some(self, batched: list[int], size: int, replaced: int | None) -> Any:
-        """The same arguments with so many rows, from the first on and over again; one of them replaced by another."""
+    def some(self, batched: list[int], size: int, replaced: int | None, *, in_order: bool) -> Any:
+        """The same arguments with so many rows, from the first on and over again; one of them replaced by another.
+
+        ``in_order``: no row comes before one that is before it in the batch (some models insist: pack_padded_sequence).
+        """
         rows = len(self._leaves[batched[0]]) if batched else 1
         chosen = [i % rows for i in range(size)]
+        if in_order:
+            chosen.sort()
         if replaced is not None:
-            chosen[replaced] = size % rows if size % rows != chosen[replaced] else (chosen[replaced] + 1) % rows
+            others = [*chosen[replaced + 1 : replaced + 2], *chosen[:replaced][::-1]] if in_order else [size % rows]
+            others += [(chosen[replaced] + 1) % rows]
+            chosen[replaced] = next((row for row in others if row != chosen[replaced]), chosen[replaced])
         return self._changed(batched, lambda t: t.detach()[chosen].requires_grad_(t.requires_grad))
 
     def _changed(self, batched: list[int], change: Callable[[Tensor], Tensor]) -> Any:

@@ -7,6 +7,7 @@ keeps the copies' gradients apart. A copy takes no memory: it is a view.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Site
+from gradveil.clipping.operations.routing import Owners
 from gradveil.clipping.operations.sources import Source
 from gradveil.clipping.passes import Call
 from gradveil.clipping.surroundings import no_autocast
@@ -69,18 +71,7 @@ def broadcast(
         align = _only
     else:
         align = _aligned_with(func, args, site, others, tracking.current.rows, least)
-    if align is None:
-        return None
-
-    def with_copies(t: Any) -> Any:
-        source = tracking.known.get(id(t)) if isinstance(t, Tensor) else None
-        return t if source is None else align(take(tracking, source))
-
-    try:
-        args, kwargs = tree_map(with_copies, (tuple(args), dict(kwargs)))
-    except _DoesNotFit:
-        return None
-    return func(*args, **kwargs)
+    return None if align is None else _with_copies(tracking, func, args, kwargs, align)
 
 
 class _DoesNotFit(Exception):
@@ -110,22 +101,42 @@ def _aligned_with(
     if sizes is None or -from_right < least:
         return None
     inner = sizes[2]
+    return partial(_aligned, from_right, size, lambda dim: Layout(dim, inner))
 
-    def align(copies: Tensor) -> Tensor:
-        """(B, *shape) to the right place: the examples at ``from_right``."""
-        at = copies.dim() - 1 + from_right  # in the parameter's own dimensions
-        if at >= 0:
-            if copies.shape[at + 1] != 1:
-                raise _DoesNotFit
-            placed = copies.squeeze(at + 1).movedim(0, at)
-        else:
-            placed, at = copies.view(rows, *[1] * (-at - 1), *copies.shape[1:]), 0
-        spread = Layout(at, inner).spread(placed, size)
-        if spread is None:
+
+def _aligned(from_right: int, size: int, place: Callable[[int], Layout | Owners], copies: Tensor) -> Tensor:
+    """(B, *shape) to the right place: the examples at ``from_right``."""
+    at = copies.dim() - 1 + from_right  # in the parameter's own dimensions
+    if at >= 0:
+        if copies.shape[at + 1] != 1:
             raise _DoesNotFit
-        return spread
+        placed = copies.squeeze(at + 1).movedim(0, at)
+    else:
+        placed, at = copies.view(len(copies), *[1] * (-at - 1), *copies.shape[1:]), 0
+    spread = place(at).spread(placed, size)
+    if spread is None:
+        raise _DoesNotFit
+    return spread
 
-    return align
+
+def routed(tracking: Tracking, func: Any, args: Any, kwargs: Mapping[str, Any], t: Tensor, owners: Owners) -> Any:
+    """The operation on copies, where the rows of ``t`` have owners; None where it does not fit."""
+    align = partial(_aligned, owners.dim - t.dim(), t.shape[owners.dim], lambda dim: Owners(dim, owners.rows))
+    return _with_copies(tracking, func, args, kwargs, align)
+
+
+def _with_copies(
+    tracking: Tracking, func: Any, args: Any, kwargs: Mapping[str, Any], align: Callable[[Tensor], Tensor]
+) -> Any:
+    def copied(t: Any) -> Any:
+        source = tracking.known.get(id(t)) if isinstance(t, Tensor) else None
+        return t if source is None else align(take(tracking, source))
+
+    try:
+        args, kwargs = tree_map(copied, (tuple(args), dict(kwargs)))
+    except _DoesNotFit:
+        return None
+    return func(*args, **kwargs)
 
 
 def expanded(tracking: Tracking, func: Any, source: Source, args: Any, kwargs: Mapping[str, Any], site: Site) -> Tensor:

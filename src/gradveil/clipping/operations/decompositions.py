@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil.clipping.operations.table import transposed_linear
+from gradveil.clipping.operations.table import named, transposed_linear
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from gradveil.clipping.operations.tracking import Operations
 
 T = torch.Tensor
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # of a recurrent layer
 
 
 def matmul(ops: Operations, a: Tensor, b: Tensor) -> Any:
@@ -54,6 +56,44 @@ def bilinear(ops: Operations, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor
         return NotImplemented
     products = (x.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
     return F.linear(products, weight.flatten(1), bias)
+
+
+def embedding_bag(
+    ops: Operations,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """With offsets, or weights of the tokens: an embedding of padded bags, and a sum, mean or maximum over each."""
+    if not ops.tracks(weight) or (offsets is None and per_sample_weights is None):
+        return NotImplemented
+    present = torch.ones_like(input, dtype=torch.bool)
+    if offsets is not None:
+        starts = offsets[:-1] if include_last_offset else offsets
+        ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([len(input)])])
+        steps = torch.arange(max(int((ends - starts).max()), 1), device=input.device)
+        present = steps < (ends - starts).unsqueeze(1)
+        places = (starts.unsqueeze(1) + steps).clamp(max=len(input) - 1)
+        input = input[places]
+        per_sample_weights = per_sample_weights[places] if per_sample_weights is not None else None
+    if padding_idx is not None:
+        present = present & (input != padding_idx % len(weight))
+    found = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    if per_sample_weights is not None:
+        found = found * per_sample_weights.unsqueeze(-1)
+    if mode == "max":
+        found = found.masked_fill(~present.unsqueeze(-1), -torch.inf).amax(1)
+        return found.masked_fill(~present.any(1, keepdim=True), 0.0)
+    found = (found * present.unsqueeze(-1)).sum(1)
+    return found / present.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else found
 
 
 def batch_norm(
@@ -95,6 +135,14 @@ def set_item(ops: Operations, x: Tensor, index: Any, value: Any) -> Any:
     return None
 
 
+def get_item(ops: Operations, p: Tensor, index: Any) -> Any:
+    """At places that are chosen by what is in the rows: a lookup."""
+    if not ops.tracks(p) or not isinstance(index, Tensor) or index.dtype is torch.bool or ops.owners([index]) is None:
+        return NotImplemented
+    found = F.embedding(index % len(p), p.reshape(len(p), -1))
+    return found.reshape(*index.shape, *p.shape[1:])
+
+
 def to(ops: Operations, t: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Of another tensor's type: its values do not matter."""
     if not ops.tracks(t) or not args or not isinstance(args[0], Tensor):
@@ -126,6 +174,21 @@ def cat(ops: Operations, tensors: Any, dim: int = 0) -> Any:
     repeats = [1] * first.dim()
     repeats[dim] = len(tensors)
     return first.repeat(repeats)
+
+
+def grouped_mm(
+    ops: Operations, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, **_: Any
+) -> Any:
+    """Rows sorted by expert, each with its expert's matrix."""
+    if offs is None or bias is not None or x.dim() != 2 or weight.dim() != 3 or not ops.tracks(weight):
+        return NotImplemented
+    ends = [int(end) for end in offs.tolist()]
+    parts = [
+        x[start:end] @ weight[e] for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start
+    ]
+    if ends[-1] < len(x):
+        parts.append(torch.zeros_like(x[ends[-1] :, :1]).expand(-1, weight.shape[-1]))
+    return torch.cat(parts)
 
 
 def repeat_interleave(ops: Operations, t: Tensor, repeats: Any, dim: int | None = None, **_: Any) -> Any:
@@ -224,15 +287,14 @@ def _cell(kind: str) -> Callable[..., Any]:
 
 
 def _layers(kind: str) -> Callable[..., Any]:
-    def run(ops: Operations, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 9 or isinstance(args[3], list | tuple):
-            raise UnsupportedModelError(
-                f"a packed sequence in nn.{kind.upper() if kind in ('lstm', 'gru') else 'RNN'} has rows of several "
-                "examples one after the other. Give it padded sequences (pad_packed_sequence) and leave the padding "
-                "out of the loss."
-            )
-        x, hx, weights, biases, layers, dropout, training, both, batch_first = args
-        time = 1 if batch_first else 0
+    def run(ops: Operations, *args: Any) -> Any:
+        packed = isinstance(args[3], list | tuple)
+        if packed:
+            x, sizes, hx, weights, biases, layers, dropout, training, both = args
+            scan = partial(_scan_packed, ops, kind, sizes=sizes.tolist(), owners=ops.owners([x]))
+        else:
+            x, hx, weights, biases, layers, dropout, training, both, batch_first = args
+            scan = partial(_scan, ops, kind, time=1 if batch_first else 0)
         states = [tuple(h) for h in zip(*hx, strict=True)] if kind == "lstm" else [(h,) for h in hx]
         directions = 2 if both else 1
         per = len(weights) // (layers * directions)
@@ -242,19 +304,63 @@ def _layers(kind: str) -> Callable[..., Any]:
             for direction in range(directions):
                 place = layer * directions + direction
                 own = list(weights[place * per : (place + 1) * per])
-                w_ih, w_hh = own[:2]
                 b_ih, b_hh = own[2:4] if biases else (None, None)
                 shrink = own[-1] if per in (3, 5) else None
-                out, end = _scan(ops, kind, x, states[place], time, direction == 1, (w_ih, w_hh, b_ih, b_hh, shrink))
+                out, end = scan(x, states[place], direction == 1, (own[0], own[1], b_ih, b_hh, shrink))
                 outs.append(out)
                 ends.append(end)
             x = torch.cat(outs, -1) if both else outs[0]
             if dropout and training and layer < layers - 1:
                 x = F.dropout(x, dropout, True)
         found = [torch.stack(parts) for parts in zip(*ends, strict=True)]
+        if packed:
+            ops.own(x, args[0], 0)
+            for state in found:
+                ops.own(state, args[0], 1)
         return (x, *found)
 
     return run
+
+
+def _scan_packed(
+    ops: Operations,
+    kind: str,
+    x: Tensor,
+    start: tuple[Tensor, ...],
+    backwards: bool,
+    weights: Weights,
+    *,
+    sizes: list[int],
+    owners: Any,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Steps of several sequences one after the other, the longest sequence first: ``sizes`` of them at each step."""
+    w_ih, w_hh, b_ih, b_hh, shrink = weights
+    given = None if owners is None else owners[0]
+    if given is not None:
+        ops.own(x, given, 0)
+    steps = list(ops.call(F.linear, x, w_ih, b_ih).split(sizes))
+    outs: list[Tensor] = []
+    state = tuple(h[:0] for h in start) if backwards else start
+    ended: list[tuple[Tensor, ...]] = []
+    for of_x in reversed(steps) if backwards else steps:
+        n, before = len(of_x), len(state[0])
+        if n < before:
+            ended.append(tuple(h[n:] for h in state))
+            state = tuple(h[:n] for h in state)
+        elif n > before:
+            state = tuple(torch.cat([h, first[before:n]]) for h, first in zip(state, start, strict=True))
+        hidden = state[0]
+        if given is not None:
+            ops.own(hidden, given, 0)
+        state = _step(kind, of_x, ops.call(F.linear, hidden, w_hh, b_hh), state)
+        if shrink is not None:
+            wide = state[0]
+            if given is not None:
+                ops.own(wide, given, 0)
+            state = (ops.call(F.linear, wide, shrink), *state[1:])
+        outs.append(state[0])
+    ends = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended), strict=True))
+    return torch.cat(outs[::-1] if backwards else outs), ends
 
 
 def _scan(
@@ -262,9 +368,10 @@ def _scan(
     kind: str,
     x: Tensor,
     state: tuple[Tensor, ...],
-    time: int,
     backwards: bool,
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    weights: Weights,
+    *,
+    time: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     w_ih, w_hh, b_ih, b_hh, shrink = weights
     of_inputs = ops.call(F.linear, x, w_ih, b_ih)
@@ -306,7 +413,9 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     F.bilinear: bilinear,
     torch.bilinear: bilinear,
     F.batch_norm: batch_norm,
+    F.embedding_bag: embedding_bag,
     T.__setitem__: set_item,
+    T.__getitem__: get_item,
     T.to: to,
     T.type_as: to,
     T.expand_as: expand_as,
@@ -318,5 +427,6 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     torch.repeat_interleave: repeat_interleave,
     T.repeat_interleave: repeat_interleave,
     torch.batch_norm: batch_norm,
+    **dict.fromkeys((named("grouped_mm", F) | named("_grouped_mm", torch)), grouped_mm),
     **RECURRENT,
 }

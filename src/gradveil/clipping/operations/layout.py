@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.clipping.row_differences import tolerance
+
 UNSEEN = -1  # ``inner`` of a fold whose rows do not change with an example
 
 
@@ -82,10 +84,12 @@ def find(a: Tensor, b: Tensor, changed: Tensor | None, sizes: tuple[int, int], e
     dims = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
     if not dims:
         return None
-    if len(dims) > 1:
-        raise NoLayout(f"{len(dims)} of its dimensions change with the size of the batch")
-    dim = dims[0]
     first, second = sizes
+    if len(dims) > 1:  # the longest sequence of a batch may change with it too
+        dims = [d for d in dims if a.shape[d] * second == b.shape[d] * first and a.shape[d] % first == 0]
+    if len(dims) != 1:
+        raise NoLayout("several of its dimensions change with the size of the batch")
+    dim = dims[0]
     fold = a.shape[dim] // first
     if a.shape[dim] != fold * first or b.shape[dim] != fold * second:
         raise NoLayout("the number of its rows follows from the examples themselves (routing, packing or filtering)")
@@ -116,10 +120,16 @@ def settled(layouts: Sequence[Layout | None], sizes: Sequence[tuple[int, ...]]) 
 
 
 def changed_rows(a: Tensor, b: Tensor | None, dim: int) -> list[int]:
-    """Which rows along a dimension differ between two tensors."""
-    if b is None or a.shape != b.shape:
+    """Which rows along a dimension differ between two tensors by more than rounding.
+
+    (Products of other sizes round otherwise: an expert gets more or fewer rows when an example is another one.)
+    """
+    if b is None or a.shape != b.shape or not a.numel():
         return []
     differ = (a != b) & ~((a != a) & (b != b))
+    if a.is_floating_point() or a.is_complex():
+        least = tolerance(a) * a.abs().nan_to_num(0.0, 0.0, 0.0).max()
+        differ &= ~((a - b).abs() <= least)
     rows = differ.movedim(dim, 0).flatten(1).any(1) if a.dim() > 1 else differ
     found: list[int] = torch.nonzero(rows).flatten().tolist()
     return found

@@ -44,6 +44,7 @@ class Record:
 
     given: list[Tensor]
     results: list[Tensor] = field(default_factory=list)
+    derived: bool = False  # taken to be of parameters and constants alone
 
 
 Trace = Mapping[tuple[Base, int], Record]
@@ -57,6 +58,8 @@ class Plan:
         self._common: dict[Base, Site | None] = {}
         self._numbers: dict[Hashable, int] = {}
         self.slots: set[Hashable] = set()  # of the parameters that were met
+        self.routed = False  # rows are chosen by what is in them, and their owners are followed (routing.py)
+        self.routed_slots: set[Hashable] = set()  # of parameters that were met with such rows
 
     def number(self, key: Hashable) -> int:
         """A short name for the key of a derived parameter; the parameters' own are not negative."""
@@ -75,8 +78,8 @@ class Plan:
             if other is None or len(other.given) != len(record.given):
                 continue
             site = _compare(record, other, changed.get(place), sizes, example)
-            before = self.sites.get(place)
-            news |= before is None or before.kind != site.kind
+            taken = {of.get(place, record).derived for of in (first, second, changed)}
+            news |= not _is_selection(place[0]) and taken != {site.kind == "derived"}
             self.sites[place] = site
         self._common = {}
         for (base, _), site in self.sites.items():
@@ -84,7 +87,17 @@ class Plan:
             if known != site:
                 self._common[base] = None
         self.slots = {key for (_, keys), _ in self.sites for key in keys if isinstance(key, int) and key >= 0}
-        return news
+        self.slots |= self.routed_slots
+        return news or self._follow_routes()
+
+    def _follow_routes(self) -> bool:
+        """Where some operation cannot be planned, and rows are chosen by an index: follow whose they are."""
+        chosen = {place: site for place, site in self.sites.items() if _is_selection(place[0])}
+        unknown = any(site.kind == "unknown" or site.moved for place, site in self.sites.items() if place not in chosen)
+        if self.routed or not unknown or not any(site.kind == "meeting" for site in chosen.values()):
+            return False
+        self.routed, self.sites = True, chosen
+        return True
 
     def is_always(self, base: Base, site: Site) -> bool:
         """Whether all calls of an operation are like this one."""
@@ -115,6 +128,10 @@ def _compare(a: Record, b: Record, c: Record | None, sizes: tuple[int, int], exa
         for layout, x, z in zip(layouts, a.given, same.given, strict=True)
     )
     return Site("meeting", layouts, out, moved)
+
+
+def _is_selection(base: Base) -> bool:
+    return bool(base[1]) and isinstance(base[1][0], tuple)
 
 
 def _moves(a: Tensor, b: Tensor, dim: int, size: int, example: int) -> bool:

@@ -22,7 +22,6 @@ from gradveil.clipping.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.rules.linear import Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, InstanceNormRule, LayerNormRule, PReLURule, RMSNormRule
-from gradveil.errors import UnsupportedModelError
 
 Statics = tuple[tuple[str, Hashable], ...]
 Bound = tuple[Tensor, Tensor | None, Tensor | None, Statics]
@@ -159,11 +158,6 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Bound:
-    if offsets is not None or per_sample_weights is not None:
-        raise UnsupportedModelError(
-            "EmbeddingBag with offsets, or with weights of its own for every token, has no rule here. Give it tokens "
-            "of shape (batch, tokens) with a padding_idx."
-        )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     return (
@@ -239,13 +233,13 @@ for _dims, _plain, _transposed in (
 T = torch.Tensor
 
 
-def _named(names: str, *places: Any) -> set[Any]:
+def named(names: str, *places: Any) -> set[Any]:
     """The functions of these names, as far as this torch has them."""
     return {getattr(place, name) for name in names.split() for place in places if hasattr(place, name)}
 
 
 # Operations that broadcast: a parameter may come in as one copy for each example.
-BROADCASTING: set[Any] = _named(
+BROADCASTING: set[Any] = named(
     "add sub mul div true_divide rsub pow maximum minimum where lerp addcmul addcdiv fmod remainder atan2 hypot "
     "logaddexp __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ "
     "__itruediv__ __pow__ __rpow__ __ipow__ add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ __div__ __rdiv__ __idiv__ "
@@ -257,9 +251,9 @@ BATCHED_PRODUCTS: set[Any] = {torch.matmul, T.matmul, T.__matmul__}
 EXPANDING: set[Any] = {T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to, T.repeat, torch.tile, T.tile}
 LOOKUPS: set[Any] = {F.embedding, torch.embedding, torch.index_select, T.index_select, T.__getitem__}
 # What only copies: a gradient is as long behind it as before it.
-COPYING = _named("clone contiguous to float double half bfloat16 type type_as reshape flatten ravel", torch, T)
+COPYING = named("clone contiguous to float double half bfloat16 type type_as reshape flatten ravel", torch, T)
 # What tells of a tensor without using its values, and attributes.
-PLAIN = _named(
+PLAIN = named(
     "size dim numel nelement is_floating_point is_complex stride is_contiguous __len__ ndimension element_size "
     "__hash__ __format__ __repr__ is_signed is_inference _is_view requires_grad_ retain_grad __deepcopy__ "
     "is_same_size is_set_to untyped_storage storage_offset is_neg is_conj get_device data_ptr detach detach_ storage "
@@ -267,7 +261,7 @@ PLAIN = _named(
     T,
 ) | {
     attribute.__get__
-    for attribute in _named(
+    for attribute in named(
         "shape dtype device requires_grad is_leaf grad grad_fn data ndim layout is_cuda is_cpu is_sparse is_quantized "
         "is_meta is_nested is_mkldnn is_xla is_xpu is_mps names _version _base itemsize nbytes output_nr name volatile "
         "_grad _grad_fn _backward_hooks _post_accumulate_grad_hooks retains_grad",

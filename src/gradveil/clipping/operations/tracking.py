@@ -15,6 +15,7 @@ All other operations run as they are.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -31,6 +32,7 @@ from gradveil.clipping.operations.decompositions import DECOMPOSED, RECURRENT
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Record, Site, copy_of
 from gradveil.clipping.operations.recurrent import RecurrentTap
+from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, is_number
 from gradveil.clipping.operations.sources import Lookup, Region, Source
 from gradveil.clipping.operations.table import (
     BATCHED_PRODUCTS,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
 _LISTS = (list, tuple)
 _PLAIN_BATCH = Layout(0, 1)
+_AN_OTHER = "Write it with operations that have one"
 
 
 def tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -86,8 +89,16 @@ class Operations(TorchFunctionMode):
     # look that is taken at them.
     quick: Mapping[tuple[int, ...], NativeLayer] = {}
     rows = -1
+    routes: Routes | None = None  # where rows are chosen by what is in them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.routes is None:
+            return self.look(func, args, kwargs)
+        result = self.look(func, args, kwargs)
+        self.routes.note(func, args, kwargs or {}, result)
+        return result
+
+    def look(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = self.known
         if func is F.linear and not kwargs:
             quick = self.quick.get(tuple(map(id, args[1:])))
@@ -153,6 +164,23 @@ class Operations(TorchFunctionMode):
     def operate(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         raise NotImplementedError
 
+    def parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Source], list[Tensor]]:
+        """The tensors of a call: what is tracked, and the others."""
+        given, known = list(tensors(args, kwargs)), self.known
+        tracked = [known[id(t)] for t in given if id(t) in known]
+        return tracked, [t for t in given if id(t) not in known and not is_number(func, t)]
+
+    def owners(self, others: Sequence[Tensor]) -> tuple[Tensor, Owners] | None:
+        """Of the first tensor whose rows were chosen by what is in them."""
+        if self.routes is None:
+            return None
+        return next(((t, found) for t in others if (found := self.routes.of(t)) is not None), None)
+
+    def own(self, t: Tensor, like: Tensor, dim: int) -> None:
+        """The rows of a tensor along a dimension have the owners of the first rows of another."""
+        if self.routes is not None and (found := self.routes.of(like)) is not None:
+            self.routes.set(t, Owners(dim, found.rows[: t.shape[dim]]))
+
     def place(self, func: Any, tracked: Sequence[Source]) -> tuple[Base, int]:
         base = (func, tuple(source.key for source in tracked))
         nth = self.counts.get(base, 0)
@@ -206,15 +234,18 @@ class Tracing(Operations):
         plan: Plan,
         parameters: Mapping[int, Source],
         *,
+        rows: int,
         differentiates: bool = True,
-        changed: tuple[int, int] | None = None,
+        changed: int | None = None,
     ) -> None:
-        """``changed``: the run has one example replaced, and the number of rows of the batch."""
+        """``rows`` of the batch, and which of them was replaced by another."""
         super().__init__(plan, parameters)
         self._changed = changed
         self.records: dict[tuple[Base, int], Record] = {}
         self.needs_grad = differentiates
         self._without_grad = not differentiates
+        self._selections, self._rows = Routes(plan, rows), rows
+        self.routes = self._selections if plan.routed else None
 
     def differentiates(self) -> bool:
         return self._without_grad or torch.is_grad_enabled()
@@ -222,37 +253,47 @@ class Tracing(Operations):
     def is_followed(self, t: Tensor) -> bool:
         return t.requires_grad or (self._without_grad and t.is_floating_point())
 
+    def look(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if chooses_rows(func, args, kwargs or {}) and isinstance(args[0], Tensor) and id(args[0]) not in self.known:
+            self.records[self._selections.place(func, args[0])] = Record([copy_of(args[0])])
+        return super().look(func, args, kwargs)
+
     def operate(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        given = list(tensors(args, kwargs))
-        tracked = [self.known[id(t)] for t in given if id(t) in self.known]
-        others = [t for t in given if id(t) not in self.known]
+        tracked, others = self.parts(func, args, kwargs)
+        if self.owners(others) is not None:
+            self.plan.routed_slots.update(slot for source in tracked for slot in source.slots)
+            return func(*args, **kwargs)
         place = self.place(func, tracked)
         record = self.records[place] = Record([copy_of(t) for t in others])
         result = func(*args, **kwargs)
         known = self.plan.get(*place)
-        if self._changed is not None and known is not None and known.kind == "expansion":
+        if known is not None and known.kind == "expansion":
             result = self._with_another_copy(result, known)
         if getattr(func, "__name__", "") == "__setitem__":
             record.results = [copy_of(args[0][args[1]])]
         else:
             record.results = [copy_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         site = self.plan.get(*place)
-        if site.kind == "derived" if site is not None else not others:
+        record.derived = site.kind == "derived" if site is not None else self._looks_constant(others)
+        if record.derived:
             self.register(func, args, result, place, tracked)
         return result
 
+    def _looks_constant(self, others: Sequence[Tensor]) -> bool:
+        """What is taken to be derived until it is known: it would take one more round of runs for each operation."""
+        return all(n % self._rows for t in others for n in t.shape)
+
     def _with_another_copy(self, result: Any, site: Site) -> Any:
         """A parameter that is expanded to the batch: the copy of the replaced example is another one too, so that it is
-        seen what becomes of it.
+        seen what becomes of it. (In the other runs the same is done with ones, so that they round alike.)
         """
-        assert self._changed is not None
-        example, rows = self._changed
-        apart = site.out.front(result, rows) if isinstance(result, Tensor) and site.out is not None else None
+        apart = site.out.front(result, self._rows) if isinstance(result, Tensor) and site.out is not None else None
         if apart is None or not result.is_floating_point():
             return result
         front, undo = apart
-        scale = torch.ones(rows, dtype=result.dtype, device=result.device)
-        scale[example] = 1.125
+        scale = torch.ones(self._rows, dtype=result.dtype, device=result.device)
+        if self._changed is not None:
+            scale[self._changed] = 1.125
         return undo(front * scale.view(-1, *[1] * (front.dim() - 1)) + (scale - 1).view(-1, *[1] * (front.dim() - 1)))
 
 
@@ -268,6 +309,8 @@ class Tracking(Operations):
             self.quick, self.rows = clipper.quick, current.rows
         if clipper.sharded:
             self.adopt = clipper.adopt
+        if clipper.plan.routed and current.rows > 1:
+            self.routes = Routes(clipper.plan, current.rows)
 
     def again_later(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be run again in the backward pass as it is run now."""
@@ -287,7 +330,15 @@ class Tracking(Operations):
         layer = LAYERS.get(func)
         if layer is not None:
             return self._layer(func, layer, args, kwargs)
-        site, place, tracked, others = self._look_up(func, args, kwargs)
+        tracked, others = self.parts(func, args, kwargs)
+        owned = self.owners(others)
+        if owned is not None:
+            found = copies.routed(self, func, args, kwargs, *owned) if func in BROADCASTING else None
+            if found is not None:
+                return found
+            raise self.refusal(func, tracked, "its rows were chosen by what is in them, and it has no rule", _AN_OTHER)
+        place = self.place(func, tracked)
+        site = self.site(func, place, tracked, others)
         if site.kind == "derived":
             return self._derive(func, args, kwargs, place, tracked)
         if site.kind == "expansion":
@@ -303,16 +354,6 @@ class Tracking(Operations):
         else:
             found = None
         return found if found is not None else last_resort.run(self, func, args, kwargs, site, tracked, others)
-
-    def _look_up(
-        self, func: Any, args: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[Site, tuple[Base, int], list[Source], list[Tensor]]:
-        given = list(tensors(args, kwargs))
-        known = self.known
-        tracked = [known[id(t)] for t in given if id(t) in known]
-        others = [t for t in given if id(t) not in known]
-        place = self.place(func, tracked)
-        return self.site(func, place, tracked, others), place, tracked, others
 
     def site(self, func: Any, place: tuple[Base, int], tracked: Sequence[Source], others: Sequence[Tensor]) -> Site:
         """What is known of an operation, or taken to be until it is (see Clipper._late)."""
@@ -340,10 +381,14 @@ class Tracking(Operations):
         known, current = self.known, self.current
         sources = [known[id(t)] for t in (weight, bias) if t is not None and id(t) in known]
         tracked = sources if id(x) not in known else [known[id(t)] for t in tensors(args, kwargs) if id(t) in known]
-        place = self.place(func, tracked)
         given_weights = (weight is None or id(weight) in known or not weight.requires_grad) and (
             bias is None or id(bias) in known or not bias.requires_grad
         )
+        owned = self.owners([x])
+        if owned is not None and given_weights and sources and weight is not None:
+            unit = self.clipper.unit_for(op, statics, sources, weight, bias)
+            return self._ruled(func, op, statics, unit, sources, x, weight, bias, owned[1])
+        place = self.place(func, tracked)
         if id(x) in known:  # of parameters alone
             if given_weights:
                 return self._derive(func, args, kwargs, place, tracked)
@@ -380,10 +425,10 @@ class Tracking(Operations):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        layout: Layout | None,
+        layout: Layout | Owners | None,
     ) -> Tensor:
         """With the examples first, as rules have them."""
-        rows, fold = self.current.rows, 1
+        rows = self.current.rows
         if op.by_rows:
             least = unit.rule.least_dims if unit.rule is not None else 2
             single = rows == 1 and x.dim() == least - 1
@@ -393,12 +438,12 @@ class Tracking(Operations):
                 raise self.refusal(
                     func, sources, f"its input of shape {tuple(x.shape)} has no batch first", "Keep it first"
                 )
-            fold = x.shape[0] // rows
             apart = layout.front(x, rows)
             if apart is None:
                 raise self._other_size(func, sources, x)
             front, undo = apart
             inside = front.shape[1 : front.dim() - x.dim() + 1]
+            fold = math.prod(inside)
             out = self._tapped(unit, sources, front.flatten(0, len(inside)) if inside else front, weight, bias, fold)
             out = undo(out.unflatten(0, (rows, *inside)) if inside else out)
             return out.squeeze(0) if single else out
