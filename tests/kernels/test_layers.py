@@ -279,18 +279,18 @@ def test_autocast_half_and_double_stay_in_python() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_scalar_from_inside_the_model_is_refused(where: str) -> None:
+def test_a_loss_inside_the_model_that_mixes_examples_is_refused(where: str) -> None:
     class Inside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(6, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).square().mean()
+            return self.layer(x).mean(0).square().mean()  # of all examples together
 
     model = Inside()
     _clipper(model)
-    with pytest.raises(UnsupportedModelError, match="returned a scalar"):
+    with pytest.raises(UnsupportedModelError, match=r"computed inside the model.*changes when the other examples"):
         model(torch.randn(3, 6)).backward()
 
 

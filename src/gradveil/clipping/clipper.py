@@ -57,6 +57,7 @@ from gradveil.clipping.operations.sources import Source, of_parameters, slots_of
 from gradveil.clipping.operations.table import LayerOperation, Statics
 from gradveil.clipping.operations.tracking import Tracking
 from gradveil.clipping.outputs import map_tensors, tensors_in
+from gradveil.clipping.own_loss import OwnLosses
 from gradveil.clipping.passes import Call, Harvest, Padding, Pass
 from gradveil.clipping.plain_runs import Moment
 from gradveil.clipping.refusals import refusal
@@ -349,6 +350,9 @@ class Clipper:
         if self._rehearsal is not None:
             self._rehearsal.watch(output, current.rows)
         output = map_tensors(lambda t: self._tapped_output(t, current, scale), output)
+        if self._rehearsal is None and current.rows > 1:
+            places, losses = count(), self.checks.own_losses
+            output = map_tensors(lambda t: _own_loss(t, next(places), losses), output)
         if self.padding is not None or self._rehearsal is not None:
             return output
         mean = self.loss_reduction == "mean"
@@ -737,12 +741,16 @@ class Clipper:
             self._quiet = before
 
 
-_OF_THE_PASS = ("scalar", "released", "two passes")
+_OF_THE_PASS = ("released", "two passes")
 
 
 def _refused(t: Tensor, why: str, what: str = "") -> Tensor:
     refused: Tensor = RefusedTap.apply(t, why, what) if t.requires_grad else t
     return refused
+
+
+def _own_loss(t: Tensor, place: int, losses: OwnLosses) -> Tensor:
+    return losses.tap(place, t) if t.dim() == 0 and t.requires_grad and not is_refused(t) else t
 
 
 def _is_capturing(t: Tensor) -> bool:

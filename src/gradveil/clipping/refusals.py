@@ -98,10 +98,15 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     ),
     "scalar": (
         UnsupportedModelError,
-        "the model returned a scalar and the loss was computed from it: how the examples of the batch enter a number "
-        "that was made inside the model cannot be checked (a mean over the labels that are not ignored, or a "
-        "contrastive loss, would undo the bound on each example). Return outputs with the examples along the first "
-        "dimension, such as logits, and compute the loss from them outside the model.",
+        "the loss was computed inside the model, and it was not seen to be a mean over the examples ({what}). No "
+        "clipping bounds what one example does to a loss that mixes examples. Use a model whose loss is the mean of "
+        "each example's own loss (for one that is a sum: loss_reduction='sum'), or compute the loss from outputs that "
+        "have the examples along the first dimension, such as logits.",
+    ),
+    "factor": (
+        PrivacyViolation,
+        "the loss that the model returned was multiplied by a factor that changes ({what}): if the factor follows from "
+        "the examples, each of them changes every other's gradient. Multiply it by a constant, or by nothing.",
     ),
 }
 

@@ -30,6 +30,7 @@ from gradveil.clipping.batch_arguments import BatchArguments, SharedArguments
 from gradveil.clipping.independence import check_model, model_refusal
 from gradveil.clipping.loss_watch import LossWatch
 from gradveil.clipping.outputs import tensors_in
+from gradveil.clipping.own_loss import OwnLosses
 from gradveil.clipping.rehearsal import Comparison, Rehearse, changes_with_rows, with_rows
 from gradveil.clipping.taps import is_refused
 from gradveil.errors import ConfigError, UnsupportedModelError
@@ -44,6 +45,7 @@ class SpotChecks:
     def __init__(self, module: nn.Module, *, views: int = 1, share: float = 0.0) -> None:
         self._module, self._views, self.share = module, views, share
         self._loss = LossWatch(module, views=views)
+        self.own_losses = OwnLosses()  # that the model computes itself
         self._shared = SharedArguments()
         self._first, self._tries = FIRST, _TRIES
         self._countdown: float | None = None  # batches until the next check; None: still to be drawn
@@ -125,7 +127,9 @@ class SpotChecks:
         if verdict.mixes:
             self._look_again()
             raise model_refusal(verdict)
-        self._model_seen = verdict.comparable and self._backward_is_apart(args, kwargs, rows)
+        apart = self._backward_is_apart(args, kwargs, rows)
+        self._model_seen = verdict.comparable and apart
+        self.own_losses.used = False
 
     def note_registration(self) -> None:
         """Some module has got a child: the model may have other parts than it had."""
@@ -162,6 +166,9 @@ class SpotChecks:
                 finding = comparison.finding(sizes=False)
             self._checks -= 1  # one with that of the outputs
             if not finding:
+                with self._timed():
+                    self.own_losses.look(self._module, self.rehearse, with_rows_of, rows)
+                self._checks -= 1
                 return comparison.comparable
         self._look_again()
         raise UnsupportedModelError(
@@ -192,7 +199,7 @@ class SpotChecks:
         if not (self._waiting or self._whole):
             return
         whole, self._whole, self._waiting = self._whole, False, False
-        loss = self._loss.status == "checked"
+        loss = self._loss.status == "checked" or self.own_losses.used
         if whole:
             self.report({"whole_step": True})
         elif self._model_seen or loss:

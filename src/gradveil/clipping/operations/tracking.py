@@ -44,6 +44,8 @@ from gradveil.clipping.operations.table import (
     PLAIN,
     LayerOperation,
 )
+from gradveil.clipping.own_loss import OWN as OWN_LOSSES
+from gradveil.clipping.own_loss import cross_entropy
 from gradveil.clipping.passes import Call
 from gradveil.clipping.surroundings import no_saved_tensor_hooks
 from gradveil.errors import UnsupportedModelError
@@ -89,6 +91,7 @@ class Operations(TorchFunctionMode):
     # look that is taken at them.
     quick: Mapping[tuple[int, ...], NativeLayer] = {}
     rows = -1
+    rows_of_losses = 0  # of the batch, where the gradient of a loss inside the model is taken per example
     routes: Routes | None = None  # where rows are chosen by what is in them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,6 +117,8 @@ class Operations(TorchFunctionMode):
         for a in kwargs.values():
             if id(a) in known or (type(a) in _LISTS and any(id(b) in known for b in a)):
                 return self.meet(func, args, kwargs)
+        if func in OWN_LOSSES and self.rows_of_losses:
+            return cross_entropy(func, args, kwargs, self.rows_of_losses)
         return func(*args, **kwargs)
 
     def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,6 +314,7 @@ class Tracking(Operations):
             self.quick, self.rows = clipper.quick, current.rows
         if clipper.sharded:
             self.adopt = clipper.adopt
+        self.rows_of_losses = current.rows
         if clipper.plan.routed and current.rows > 1:
             self.routes = Routes(clipper.plan, current.rows)
 
