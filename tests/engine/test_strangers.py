@@ -137,7 +137,7 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("after", [0, 4])
 def test_a_buffer_that_is_computed_from_the_examples_is_refused(after):
-    with pytest.raises(UnsupportedModelError, match="buffer 'mean' is computed from the examples"):
+    with pytest.raises(UnsupportedModelError, match="'mean' is computed from the examples"):
         train(plain, model=Remembers(after), spot_checks=1.0, steps=12)
 
 

@@ -10,23 +10,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping.outputs import tensors_in
+from gradveil.clipping.surroundings import same_value
 from gradveil.errors import UnsupportedModelError
 
 
-def check_buffers(module: nn.Module, of_batch: Mapping[str, Tensor], of_others: Mapping[str, Tensor]) -> None:
-    """Refuse buffers that are computed from the examples: they leave with the model, and no noise covers them."""
-    for name, before in module.named_buffers():
-        after, other = of_batch.get(name), of_others.get(name)
-        if after is None or other is None or torch.equal(after, before) or torch.equal(after, other):
+def check_state(of_batch: Mapping[str, Any], of_others: Mapping[str, Any]) -> None:
+    """Refuse state that a forward pass computes from the examples: it leaves with the model, and no noise covers it.
+
+    Given is what a pass has changed of the model, by name, and what a pass on other examples has.
+    """
+    for name in {**of_batch, **of_others}:
+        if name in of_batch and name in of_others and same_value(of_batch[name], of_others[name]):
             continue
         raise UnsupportedModelError(
-            f"buffer {name!r} is computed from the examples of the batch (a running mean or a count, say): it is part "
-            "of the model's state_dict, and nothing bounds or noises what it tells of them. Put its module into eval "
-            "mode, or leave it out."
+            f"{name!r} is computed from the examples of the batch (a running mean, a count or a first value, say): it "
+            "is part of the model's state_dict, and nothing bounds or noises what it tells of them. Put its module "
+            "into eval mode, or leave it out."
         )
 
 

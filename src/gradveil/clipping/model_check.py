@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradveil.clipping.decomposable import check_buffers
+from gradveil.clipping.decomposable import check_state
 from gradveil.clipping.operations.tracking import Tracing
 from gradveil.clipping.plain_runs import Arguments, Moment, PlainRun, plain_run
 from gradveil.errors import UnsupportedModelError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradveil.clipping.operations.plan import Record
 
 SIZES = 5, 7  # of the batches; very small ones hide what depends on the size
-EXAMPLE = 2  # the one that is replaced
+EXAMPLE = 1  # the one that is replaced: not the middle one, which stays where it is when the batch is turned round
 MOST = 40  # rounds: what is derived from constants shows one operation at a time
 
 
@@ -104,7 +104,7 @@ class ModelCheck:
             if _has_the_batch_twice(a, b, sizes)
         }
         for others in (other, of_more):
-            check_buffers(clipper.module, first.buffers, others.buffers)
+            check_state(first.changed, others.changed)
 
 
 def _has_the_batch_twice(a: Tensor, b: Tensor, sizes: tuple[int, int]) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradveil.clipping._rng import rng_at, rng_state, same_rng
 from gradveil.clipping.outputs import tensors_in
-from gradveil.clipping.surroundings import Attributes
+from gradveil.clipping.surroundings import Attributes, Snapshot
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What one call of the model gave: its outputs, whether it drew random numbers, and its buffers after it."""
+    """What one call of the model gave: its outputs, whether it drew random numbers, and what it changed."""
 
     outputs: list[Tensor]
     drew: bool
-    buffers: dict[str, Tensor]
+    changed: dict[str, Any]
 
 
 class Moment:
@@ -50,33 +50,29 @@ def plain_run(
     starting_from: Moment | None = None,
     mode: Tracing | None = None,
 ) -> PlainRun:
-    """A call that leaves nothing behind: modes, attributes, buffers and generators are as they were.
+    """A call that leaves nothing behind: modes, attributes, buffers, parameters and generators are as they were.
 
     ``starting_from``: attributes and generators as they were at an earlier moment. ``mode`` sees its operations, with
     gradients where it asks for them; otherwise there are none.
     """
     children = list(module.modules())
-    modes, attributes = [child.training for child in children], Attributes(module)
-    kept = [
-        (child, name, buffer, buffer.clone())
-        for child in children
-        for name, buffer in child._buffers.items()
-        if buffer is not None
-    ]
+    state = Snapshot(module)
     device = _device_of(module)
     before = rng_state(device) if starting_from is None else starting_from.rng
     try:
         if starting_from is not None:
             starting_from.attributes.put_back()
         grad = torch.set_grad_enabled(mode is not None and mode.needs_grad)
-        with grad, rng_at(before, device), _no_fast_path(), warnings.catch_warnings(), mode or nullcontext():
+        with grad, rng_at(before, device), _no_fast_path(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
             if evaluate:
                 for child in children:  # not module.eval(): a module may do more than that in its own
                     child.training = False
-            outputs = [t.detach() for t in tensors_in(module(*args, **kwargs))]
+            with mode or nullcontext():
+                output = module(*args, **kwargs)
+            outputs = [t.detach() for t in tensors_in(output)]
             drew = not same_rng(before, rng_state(device))
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            changed = state.changed()
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
@@ -86,15 +82,8 @@ def plain_run(
             "not known. Compute the derivative with torch.func inside a module of its own, or leave it out."
         ) from error
     finally:
-        attributes.put_back()
-        for child, training in zip(children, modes, strict=True):
-            child.training = training
-        with torch.no_grad():
-            for child, name, buffer, value in kept:
-                if not torch.equal(buffer, value):  # one that is an expanded view cannot be written to, nor was it
-                    buffer.copy_(value)
-                child._buffers[name] = buffer
-    return PlainRun(outputs, drew, buffers)
+        state.put_back()
+    return PlainRun(outputs, drew, changed)
 
 
 @contextmanager

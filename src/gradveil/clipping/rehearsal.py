@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping._rng import rng_at, rng_state, same_rng
-from gradveil.clipping.decomposable import check_buffers
+from gradveil.clipping.decomposable import check_state
 from gradveil.clipping.outputs import tensors_in
 from gradveil.clipping.row_differences import Split, largest_difference, tolerance
-from gradveil.clipping.surroundings import Attributes
+from gradveil.clipping.surroundings import Snapshot
 from gradveil.clipping.taps import is_refused
 from gradveil.errors import GradveilError
 
@@ -58,28 +58,22 @@ class Rehearsal:
 def undisturbed(module: nn.Module) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """Calls of the model in here leave nothing behind; gives a context in which generators and state are as now.
 
-    The context gives a function that says whether random numbers were drawn, and the buffers as they are then.
+    The context gives a function that says whether random numbers were drawn, and what has changed in the model.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    rng, attributes = rng_state(device), Attributes(module)
-    buffers = [(m, n, b, b.clone()) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+    rng, state = rng_state(device), Snapshot(module)
     grads = [(p, p.grad) for p in module.parameters()]
 
     def put_back() -> None:
-        attributes.put_back()
-        with torch.no_grad():
-            for child, name, buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-                child._buffers[name] = buffer  # the model may have put another in its place
+        state.put_back()
         for parameter, grad in grads:
             parameter.grad = grad
 
     @contextmanager
-    def from_here() -> Iterator[Callable[[], tuple[bool, dict[str, Tensor]]]]:
+    def from_here() -> Iterator[Callable[[], tuple[bool, dict[str, Any]]]]:
         with rng_at(rng, device):
             try:
-                yield lambda: (not same_rng(rng, rng_state(device)), {n: b.clone() for n, b in module.named_buffers()})
+                yield lambda: (not same_rng(rng, rng_state(device)), state.changed())
             finally:
                 put_back()
 
@@ -129,14 +123,14 @@ class Comparison:
             return self._compare(self._split, sizes=sizes)
 
     def _compare(self, split: Split, *, sizes: bool) -> str:
-        base, drew, buffers = self._run(split.everything)
+        base, drew, state = self._run(split.everything)
         if base is None:
             return ""
         for kept, index in split.replacements():
             changed, _, after = self._run(index)
             if changed is None:
                 return ""
-            check_buffers(self._module, buffers, after)
+            check_state(state, after)
             if self._differ(base, changed, kept, kept) and self._is_repeatable(base, split.everything):
                 return "changes when the other examples of the batch are exchanged"
         self.comparable = True
@@ -146,7 +140,7 @@ class Comparison:
                 return "depends on how many examples are in the batch"
         return ""
 
-    def _run(self, index: Tensor) -> tuple[list[Tensor] | None, bool, dict[str, Tensor]]:
+    def _run(self, index: Tensor) -> tuple[list[Tensor] | None, bool, dict[str, Any]]:
         with self._from_here() as after:
             try:
                 found = self._rehearse(self._exchanged(index))

@@ -27,6 +27,11 @@ def check_module(module: nn.Module) -> None:
                 f"{label} keeps running statistics of the private data in its buffers, which no noise covers. "
                 "Use track_running_stats=False: gradveil.fix(model)."
             )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            raise UnsupportedModelError(
+                f"{label} has a max_norm: it changes its weights in the forward pass, by tokens of the private batch, "
+                "and no noise covers that. Leave max_norm out, or renormalise the weights once, before training."
+            )
         for hook in child._forward_pre_hooks.values():
             if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
                 raise UnsupportedModelError(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import types
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class Attributes:
@@ -27,6 +32,107 @@ class Attributes:
             for name, value in then.items():
                 if live.get(name, self) is not value:
                     live[name] = value
+
+
+class Snapshot:
+    """All that a model holds: parameters, buffers, and what its modules keep as attributes, however deep.
+
+    A run beside the ordinary one must leave nothing behind, or what it left would be a constant to the next one: a mean
+    that is taken in the first call, say. State outside the model (globals, closures) is out of reach.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._seen: dict[int, Any] = {}  # by id, and kept alive
+        self._dicts: list[tuple[Any, dict[Any, Any]]] = []
+        self._sequences: list[tuple[Any, list[Any]]] = []
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # as they are, and as they were
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        for child in module.modules():
+            if not type(child).__module__.startswith("gradveil.clipping"):
+                self._visit(vars(child))
+        self._before = self._held()
+
+    def _visit(self, held: Any) -> None:
+        todo = [held]
+        while todo:
+            found = todo.pop()
+            if id(found) in self._seen or len(self._seen) > _MOST_OBJECTS:
+                continue
+            if isinstance(found, Tensor):
+                self._seen[id(found)] = found
+                if not found.is_meta and found.layout is torch.strided:
+                    self._tensors[id(found)] = (found, found.detach().clone())
+            elif isinstance(found, dict):
+                self._seen[id(found)] = found
+                self._dicts.append((found, dict(found)))
+                todo += found.values()
+            elif isinstance(found, list | set | deque | bytearray):
+                self._seen[id(found)] = found
+                self._sequences.append((found, list(found)))
+                todo += found
+            elif isinstance(found, tuple):
+                todo += found
+            elif isinstance(found, np.ndarray):
+                self._seen[id(found)] = found
+                self._arrays.append((found, found.copy()))
+            elif _is_of_the_models_own(found):
+                self._seen[id(found)] = found
+                todo.append(vars(found))
+
+    def _held(self) -> dict[str, Any]:
+        """By name: what would leave with the model's state_dict."""
+        found: dict[str, Any] = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        for name, child in self._module.named_modules():
+            if type(child).get_extra_state is not nn.Module.get_extra_state:
+                extra = copy.deepcopy(child.get_extra_state())
+                found |= {f"{name}.extra_state[{i}]": leaf for i, leaf in enumerate(tree_leaves(extra))}
+        return found
+
+    def changed(self) -> dict[str, Any]:
+        """By name: copies of what would leave with the model's state_dict, where it is not what it was."""
+        found: dict[str, Any] = {}
+        for name, value in self._held().items():
+            before = self._tensors.get(id(value), (None, None))[1]
+            before = before if before is not None else self._before.get(name)
+            if name not in self._before or not same_value(value, before):
+                found[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        return found
+
+    def put_back(self) -> None:
+        for live, then in self._dicts:
+            if len(live) != len(then) or any(live.get(key, self) is not value for key, value in then.items()):
+                live.clear()
+                live.update(then)
+        for held, items in self._sequences:
+            if len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
+                held.clear()
+                (held.update if isinstance(held, set) else held.extend)(items)
+        for array, values in self._arrays:
+            if not np.array_equal(array, values):
+                array[...] = values
+        with torch.no_grad():
+            for t, value in self._tensors.values():
+                if not same_value(t, value):
+                    t.copy_(value)
+
+
+_MOST_OBJECTS = 50_000
+
+
+def _is_of_the_models_own(found: Any) -> bool:
+    """Whether it may hold state: an object with attributes, no module (those are visited), class, function or ours."""
+    if isinstance(found, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType | torch.Generator):
+        return False
+    return hasattr(found, "__dict__") and not type(found).__module__.startswith(("gradveil.", "torch.distributed"))
+
+
+def same_value(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class Autocast:

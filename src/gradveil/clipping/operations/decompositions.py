@@ -82,7 +82,7 @@ def embedding_bag(
         steps = torch.arange(max(int((ends - starts).max()), 1), device=input.device)
         present = steps < (ends - starts).unsqueeze(1)
         places = (starts.unsqueeze(1) + steps).clamp(max=len(input) - 1)
-        input = input[places]
+        input = input[places].masked_fill(~present, 0)
         per_sample_weights = per_sample_weights[places] if per_sample_weights is not None else None
     if padding_idx is not None:
         present = present & (input != padding_idx % len(weight))
