@@ -469,9 +469,9 @@ def test_a_private_pass_does_not_become_public_by_being_differentiated_in_the_co
     engine, model, _, loader = start()
     x, y = one_batch(loader)
     loss = F.cross_entropy(model(x), y)
-    with engine.public_data():
-        loss.backward()
-    assert len(engine.releases) == 1
+    with engine.public_data(), pytest.raises(PrivacyViolation, match="reaches a call of the model on private data"):
+        (loss + model(x).square().mean()).backward()
+    assert not engine.releases and all(p.grad is None for p in model.parameters())
 
 
 # ---- going on elsewhere

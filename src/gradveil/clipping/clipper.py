@@ -53,7 +53,7 @@ from gradveil.clipping.native_layers import NativeLayer, native_layer
 from gradveil.clipping.operations.checkpoints import Recomputation
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Site
-from gradveil.clipping.operations.sources import Source, of_parameters, slots_of
+from gradveil.clipping.operations.sources import Source, is_of_a_pass, of_parameters, slots_of
 from gradveil.clipping.operations.table import LayerOperation, Statics
 from gradveil.clipping.operations.tracking import Tracking
 from gradveil.clipping.outputs import map_tensors, tensors_in
@@ -262,8 +262,9 @@ class Clipper:
         self._start(current, checking, plain, before)
         if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, current, tensors[0].device)
+        current.inputs = {t.shape for t in tensors}
         if any(t.requires_grad for t in tensors):
-            self.look_at_leaves(leaf for t in tensors for leaf in leaves_behind(t))
+            self.look_at_leaves([leaf for t in tensors for leaf in leaves_behind(t)], current)
         if any(t.requires_grad for t in tensors):  # what leaves through the inputs is the gradient of the user's loss
             back = 1.0 / self._output_scale(current)
             return tree_map(
@@ -548,6 +549,8 @@ class Clipper:
     def start_backward(self, current: Pass) -> None:
         """The gradient has reached the model's output: the backward pass of ``current`` begins."""
         task = torch._C._current_graph_task_id()
+        if self._public:
+            raise refusal("public", "")
         if current.step != self._steps:
             raise refusal("released", "")
         current.differentiated = True
@@ -579,10 +582,21 @@ class Clipper:
         current.sums = []
         self._pass_is_over()
 
-    def look_at_leaves(self, leaves: Iterable[Tensor]) -> None:
-        """Refuse a backward pass that also reaches parameters which are not followed: they would get plain ones."""
+    def look_at_leaves(self, leaves: Sequence[Tensor], current: Pass | None = None) -> None:
+        """Refuse a backward pass that also reaches trainable tensors which are not followed: they would get plain ones.
+
+        An input of the model may have a gradient: that of each example is its own.
+        """
+        current = current or self._being_differentiated()
+        inputs = current.inputs if current is not None else ()
         tracked = {id(p) for _, p in self._watched} if self.sharded else ()
-        others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in tracked]
+        others = [
+            leaf
+            for leaf in leaves
+            if id(leaf) not in tracked
+            and not is_of_a_pass(leaf)
+            and (isinstance(leaf, nn.Parameter) or leaf.shape not in inputs)
+        ]
         for leaf in others:
             leaf.grad = None  # it may have got its gradient already
         if others:
@@ -741,7 +755,7 @@ class Clipper:
             self._quiet = before
 
 
-_OF_THE_PASS = ("released", "two passes")
+_OF_THE_PASS = ("public", "released", "two passes")
 
 
 def _refused(t: Tensor, why: str, what: str = "") -> Tensor:

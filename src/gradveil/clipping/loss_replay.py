@@ -41,6 +41,10 @@ class CannotReplay(Exception):
     """What was recorded does not determine the loss, or does not run on other outputs."""
 
 
+class AnotherBranch(CannotReplay):
+    """The code of the loss decides by the outputs, and would have done something else."""
+
+
 @dataclass(frozen=True)
 class SomeRows:
     """A part of a batch of ``rows`` rows, and what constants of the whole batch become in it.
@@ -69,7 +73,8 @@ class SomeRows:
             return t.new_tensor(self._of_number(t.item())) if counts else t
         if t.shape[0] % self.rows or not t.shape[0]:
             return t
-        if t.dim() == 1 and torch.equal(t, torch.arange(len(t), dtype=t.dtype, device=t.device)):
+        counts = t.dim() == 1 and t.dtype is not torch.bool
+        if counts and torch.equal(t, torch.arange(len(t), dtype=t.dtype, device=t.device)):
             return t[: len(t) * len(self.index) // self.rows]  # places of rows, rather than something of each of them
         block = t.shape[0] // self.rows
         blocks = t.reshape(self.rows, block, *t.shape[1:]).index_select(0, self.index.to(t.device))
@@ -235,11 +240,14 @@ class Tape:
     # ---- running it again
 
     def _up_to(self, loss: Tensor, gradient: Tensor | None) -> list[_Operation]:
-        """The operations up to the last that wrote to the loss. What comes later (a log) is no part of it."""
+        """The operations up to the last that wrote to the loss, or by which the code decided something.
+
+        What comes later (a log) is no part of it.
+        """
         wanted = {self._slots.get(id(t)) for t in (loss, gradient) if t is not None}
         if self._slots.get(id(loss)) is None:
             raise CannotReplay("the loss is not the result of a recorded operation")
-        ends = [i for i, op in enumerate(self._operations) if wanted & {*op.results} - {None}]
+        ends = [i for i, op in enumerate(self._operations) if op.decided is not None or wanted & {*op.results} - {None}]
         return self._operations[: ends[-1] + 1] if ends else []
 
     def check_complete(self, loss: Tensor, gradient: Tensor | None) -> None:
@@ -348,7 +356,7 @@ def _run(op: _Operation, values: list[Any], *, autocast: bool, only: SomeRows | 
     with torch.set_grad_enabled(op.surroundings.grad), op.surroundings.autocast(allowed=autocast):
         result = op.func(*args, **kwargs)
     if op.decided is not None and result is not op.decided:
-        raise CannotReplay("the code of the loss branches on the outputs, and takes another branch here")
+        raise AnotherBranch("the code of the loss branches on the outputs of the batch")
     for slot, value in zip(op.results, tree_flatten(result)[0], strict=True):
         if slot is not None:
             values[slot] = value

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping.decomposable import _FOLLOWED, _OUTPUT, _check_operation, _mixes
-from gradveil.clipping.loss_replay import CannotReplay, SomeRows, Tape
+from gradveil.clipping.loss_replay import AnotherBranch, CannotReplay, SomeRows, Tape
 from gradveil.clipping.outputs import map_tensors
 from gradveil.clipping.refusals import refusal
 from gradveil.clipping.row_differences import Split, largest_difference, tolerance
@@ -180,6 +180,8 @@ class LossWatch:
         try:
             if any(isinstance(node, BackwardCFunction) for node in nodes):
                 raise CannotReplay("an autograd function of the user's own has a gradient of its own")
+            if any(node.name() in (*_FOLLOWED, *_OUTPUT) for node in nodes):
+                raise CannotReplay("it uses an output without the examples first, or an activation that was kept")
             started = time.perf_counter()
             if gradient is not None and not tape.knows(gradient) and bool((gradient != gradient.flatten()[0]).any()):
                 raise CannotReplay("backward() was given a gradient that was not computed from the outputs by torch")
@@ -210,8 +212,10 @@ class LossWatch:
                 "that was computed outside of it, such as how many labels of the batch count: one example then changes "
                 "the gradients of the others. Use a plain sum, or divide by a Python number that is fixed in advance."
             )
-        if not factors or factors[0] is None or 1.0 in factors[:2]:
+        if 1.0 in factors[:2]:
             return
+        if not factors or factors[0] is None:
+            raise CannotReplay("it does not run on half of the batch")
         if factors[2] == 1.0:
             self._counted.add(self._rows)
             if len(self._counted) < 2:
@@ -278,9 +282,10 @@ def _nodes_before(loss: Tensor, own: set[Any]) -> tuple[set[Any], bool]:
         node = nodes.pop()
         if node in own:
             reached = True
-        elif node is not None and node not in seen and node.name() not in _OUTPUT:
+        elif node is not None and node not in seen:
             seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
+            if node.name() not in _OUTPUT:
+                nodes += [following for following, _ in node.next_functions]
     return seen, reached
 
 
@@ -339,18 +344,24 @@ class _Replays:
         """The largest change of the gradient in rows that were kept, in units of what rounding may do.
 
         Other rows are replaced by rows of the batch, and by far larger values: a hinge between two examples is flat on
-        either side. Those may lie outside the domain of the loss, so what fails or overflows there shows nothing.
+        either side. Those may lie outside the domain of the loss, so what fails or overflows there shows nothing. And
+        by values that make the loss smaller, which may take it past a threshold.
         """
         worst = 0.0
         for kept, index in chain.from_iterable(split.replacements() for split in self.splits):
             changed = [t.index_select(0, index.to(t.device)) for t in outputs]
             worst = max(worst, _difference(base, self._run(changed, autocast=autocast)[1], kept))
-            for sign in (1, -1):
-                far = [_far(t, kept, sign) for t in outputs]
-                with suppress(CannotReplay):
+            lower = [_far(t, kept, -1, torch.where(g < 0, -1, 1)) for t, g in zip(outputs, base, strict=True)]
+            by = (1, -1, 100, -100)
+            for far in (*([_far(t, kept, factor) for t in outputs] for factor in by), lower):
+                try:
                     _, grads = self._run(far, autocast=autocast)
-                    if all(bool(g[kept.to(g.device)].isfinite().all()) for g in grads):
-                        worst = max(worst, _difference(base, grads, kept))
+                except AnotherBranch:
+                    raise
+                except CannotReplay:
+                    continue
+                if all(bool(g[kept.to(g.device)].isfinite().all()) for g in grads):
+                    worst = max(worst, _difference(base, grads, kept))
             if worst > 1:
                 break
         if worst <= 1:
@@ -387,11 +398,12 @@ def _difference(base: list[Tensor], other: list[Tensor], kept: Tensor) -> float:
     return max(largest_difference(a, b, kept) / tolerance(a) for a, b in zip(base, other, strict=True))
 
 
-def _far(t: Tensor, kept: Tensor, sign: int) -> Tensor:
+def _far(t: Tensor, kept: Tensor, factor: int, signs: Tensor | None = None) -> Tensor:
     """Large values of both signs in the rows that are not kept."""
-    draw = torch.Generator().manual_seed(len(kept))  # the user's generators are left alone
-    signs = torch.randint(0, 2, t.shape, generator=draw).to(t.device) * 2 - 1
-    far = (sign * signs * (8 + 4 * t.abs())).to(t.dtype)
+    if signs is None:
+        draw = torch.Generator().manual_seed(len(kept))  # the user's generators are left alone
+        signs = torch.randint(0, 2, t.shape, generator=draw).to(t.device) * 2 - 1
+    far = (factor * signs * (8 + 4 * t.abs())).to(t.dtype)
     kept = kept.to(t.device)
     far[kept] = t[kept]
     return far

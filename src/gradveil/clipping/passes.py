@@ -46,6 +46,7 @@ class Pass:
         # (batch,) int32: 1 where an example was not finite in some group
         self._lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
+        self.inputs: set[torch.Size] = set()  # shapes of the model's inputs
         self.moved: list[Unit] = []  # whose rows are not the examples in their order
 
     @property

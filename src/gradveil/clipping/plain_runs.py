@@ -141,7 +141,7 @@ class Arguments:
 
 def _tells_nothing(t: Tensor) -> bool:
     """Whether its values are positions in their order, or depend on which of two positions is the earlier only."""
-    if t.dim() == 1 and not (t.is_floating_point() or t.is_complex()):
+    if t.dim() == 1 and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
         return torch.equal(t, torch.arange(len(t), dtype=t.dtype, device=t.device))
     if t.dim() != 2 or t.shape[0] != t.shape[1] or len(t) < 2:
         return False

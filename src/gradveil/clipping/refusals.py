@@ -8,9 +8,9 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
     "stranger": (
         PrivacyViolation,
         "parameter {what!r} got a gradient from a use outside the model's forward, such as F.linear(x, layer.weight) "
-        "after it or a penalty on the weights in the loss, or inside it from an autograd.Function of your own or a "
-        "scripted module. That part is not clipped per example. Use the parameter in forward(), through torch's "
-        "operations; for a penalty, use the optimizer's weight_decay.",
+        "after it, a penalty on the weights in the loss, or model.forward(x) in place of model(x); or inside it from "
+        "an autograd.Function of your own, a scripted module, or another thread. That part is not clipped per example. "
+        "Use the parameter in forward(), through torch's operations; for a penalty, use the optimizer's weight_decay.",
     ),
     "captured": (
         PrivacyViolation,
@@ -22,6 +22,12 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
         "backward() was called for a forward pass from before the last release, or from before the loader was started "
         "again: each drawn batch is released once, at the end of its backward(). Add the losses of a batch and call "
         "backward() once; call the model again for a new batch.",
+    ),
+    "public": (
+        PrivacyViolation,
+        "backward() inside public_data() reaches a call of the model on private data: what the public call contributes "
+        "may depend on private examples, and is neither clipped nor noised. Call backward() for the private loss "
+        "outside the context, and for the public one, computed from public data alone, inside it.",
     ),
     "two passes": (
         PrivacyViolation,

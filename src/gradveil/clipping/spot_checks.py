@@ -54,7 +54,7 @@ class SpotChecks:
         self._waiting = False  # for the loss of the batch that is under way
         self.not_batch_first: list[Tensor] = []  # of the loader's batch: the examples are along another dimension
         self._modes: tuple[Any, ...] | None = None  # of the modules, in the last call
-        self._parts: list[tuple[Any, Any, Any]] | None = None  # of the model: attributes and hooks of each module
+        self._parts: list[tuple[Any, Any]] | None = None  # of the model: attributes and hooks of each module
         self._whole = False  # the batch under way was checked as a whole step
         self._model_seen = False
         self.rehearse: Callable[[Callable[[], None]], list[Tensor] | None] | None = None  # a pass that keeps no sums
@@ -138,8 +138,11 @@ class SpotChecks:
     def _look_at_modes(self) -> None:
         """Check again where modes or hooks are not as they were: the model may do something else now."""
         if self._parts is None:
-            self._parts = [(vars(m), m._forward_hooks, m._forward_pre_hooks) for m in self._module.modules()]
-        modes = tuple([(own["training"], len(after), len(before)) for own, after, before in self._parts])
+            self._parts = [
+                (vars(m), (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))
+                for m in self._module.modules()
+            ]
+        modes = tuple([(own["training"], *map(len, hooks)) for own, hooks in self._parts])
         if modes != self._modes:
             if self._modes is not None:
                 self._look_again()

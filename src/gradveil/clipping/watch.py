@@ -7,8 +7,9 @@ left; this one is always there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from gradveil.kernels.layers import Gathered, Sums
@@ -56,10 +57,12 @@ class PythonWatch:
         self.number = -1  # by which C++ knows a watch: not this one
         self._refuse = refuse
         self._handles: list[Any] = []
+        self._followed: set[int] = set()  # ids
         self._lenient = False
 
     def follow(self, parameter: Tensor) -> int:
         slot = len(self._handles)
+        self._followed.add(id(parameter))
 
         def check(grad: Tensor | None) -> None:
             if grad is not None and not self._lenient:
@@ -75,7 +78,12 @@ class PythonWatch:
         self._lenient = on
 
     def other_leaves(self) -> list[Tensor]:
-        return []  # not known here; the loss is looked at on checked batches, and inputs in every call
+        try:
+            nodes = cast(Any, torch._C)._current_graph_task_execution_order()
+        except RuntimeError:  # on several devices; the loss is looked at on checked batches, and inputs in every call
+            return []
+        leaves = [getattr(node, "variable", None) for node in nodes]
+        return [leaf for leaf in leaves if leaf is not None and id(leaf) not in self._followed]
 
     def take_sums(self) -> Sums:
         return [], []

@@ -97,7 +97,7 @@ class Source:
         if self.is_parameter:
             return self.tensor
         if self._cut is None:
-            self._cut = self.tensor.detach().requires_grad_()
+            self._cut = leaf_like(self.tensor)
         return self._cut
 
     def pull(self, grads: Tensor, *, batched: bool) -> list[Tensor | None]:
@@ -113,6 +113,20 @@ class Source:
             is_grads_batched=batched,
         )
         return list(found)
+
+
+def leaf_like(t: Tensor) -> Tensor:
+    """A leaf of a pass, in place of a parameter or of what is derived from some."""
+    return mark_of_a_pass(t.detach().requires_grad_())
+
+
+def mark_of_a_pass(leaf: Tensor) -> Tensor:
+    leaf._gradveil = True  # type: ignore[attr-defined]
+    return leaf
+
+
+def is_of_a_pass(leaf: Tensor) -> bool:
+    return getattr(leaf, "_gradveil", False)
 
 
 def of_parameters(use: Use, sources: Sequence[Source]) -> Use:

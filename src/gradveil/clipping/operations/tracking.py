@@ -33,7 +33,7 @@ from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Record, Site, copy_of
 from gradveil.clipping.operations.recurrent import RecurrentTap
 from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, is_number
-from gradveil.clipping.operations.sources import Lookup, Region, Source
+from gradveil.clipping.operations.sources import Lookup, Region, Source, leaf_like, mark_of_a_pass
 from gradveil.clipping.operations.table import (
     BATCHED_PRODUCTS,
     BROADCASTING,
@@ -112,6 +112,8 @@ class Operations(TorchFunctionMode):
         for a in args:
             if id(a) in known or (type(a) in _LISTS and any(id(b) in known for b in a)):
                 return self.meet(func, args, kwargs or {})
+        if func is Tensor.requires_grad_:  # of an activation, as adapters do it for checkpointing
+            return mark_of_a_pass(func(*args, **(kwargs or {})))
         if not kwargs:
             return func(*args)
         for a in kwargs.values():
@@ -517,7 +519,7 @@ class Tracking(Operations):
         if slot not in self.aliases:
             whole = self.live.get(slot)
             whole = self.clipper.parameter(slot) if whole is None else whole
-            alias = self.aliases[slot] = whole.detach().requires_grad_()
+            alias = self.aliases[slot] = leaf_like(whole)
             refuse = self.clipper.refuse  # not self, which would keep itself alive so
             alias.register_post_accumulate_grad_hook(lambda _: refuse(slot, "stranger"))
         return self.aliases[slot]
