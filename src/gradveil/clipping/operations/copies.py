@@ -159,4 +159,5 @@ def expanded(tracking: Tracking, func: Any, source: Source, args: Any, kwargs: M
     repeats = [1 if n in (1, m) else m // n for n, m in zip(found.shape, shape, strict=True)]
     found = found.repeat(repeats) if any(r > 1 for r in repeats) else found
     found = found.expand(shape)
-    return found.clone() if getattr(func, "__name__", "") in ("repeat", "tile") else found
+    copied = getattr(func, "__name__", "") in ("repeat", "tile")
+    return found.clone(memory_format=torch.contiguous_format) if copied else found

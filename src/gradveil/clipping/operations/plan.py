@@ -59,6 +59,9 @@ class Plan:
         self._numbers: dict[Hashable, int] = {}
         self.slots: set[Hashable] = set()  # of the parameters that were met
         self.routed = False  # rows are chosen by what is in them, and their owners are followed (routing.py)
+        self.finds_rows = (
+            False  # an index was found by what is in a tensor: the next batch may have more rows, or fewer
+        )
         self.routed_slots: set[Hashable] = set()  # of parameters that were met with such rows
 
     def number(self, key: Hashable) -> int:
@@ -94,6 +97,7 @@ class Plan:
         """Where some operation cannot be planned, and rows are chosen by an index: follow whose they are."""
         chosen = {place: site for place, site in self.sites.items() if _is_selection(place[0])}
         unknown = any(site.kind == "unknown" or site.moved for place, site in self.sites.items() if place not in chosen)
+        unknown |= self.finds_rows
         if self.routed or not unknown or not any(site.kind == "meeting" for site in chosen.values()):
             return False
         self.routed, self.sites = True, chosen

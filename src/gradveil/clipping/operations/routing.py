@@ -68,6 +68,7 @@ SELECTING: set[Any] = {
     *named("index_select masked_select gather take_along_dim sort", torch, T),
     *named("_pack_padded_sequence", torch),
 }
+_SPLITTING: set[Any] = named("split chunk tensor_split split_with_sizes", torch, T)
 _UNPACKING: set[Any] = named("_pad_packed_sequence", torch)
 # Each row of the result is made of the same row of what is given.
 ROWWISE: set[Any] = (
@@ -184,6 +185,10 @@ class Routes:
         x, owners = owned[0]
         if any(not _same(owners, other) for _, other in owned[1:]):
             return
+        if func in _SPLITTING and sum(t.shape[owners.dim] for t in out) == len(owners.rows) and len(out) > 1:
+            for t, rows in zip(out, owners.rows.split([t.shape[owners.dim] for t in out]), strict=True):
+                self._of[t] = Owners(owners.dim, rows)
+            return
         for t in out:
             aligned = t.dim() - x.dim() + owners.dim if func in BROADCASTING else owners.dim
             if t.dim() <= aligned or t.shape[aligned] != len(owners.rows):
@@ -214,6 +219,14 @@ def chooses_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(i, Tensor) and i.dim() > 0 for i in index)
     return True
+
+
+_FINDING: set[Any] = named("nonzero", torch, T)
+
+
+def finds_rows(func: Any, args: Sequence[Any]) -> bool:
+    """Whether places are found by what is in a tensor, so that their number follows from it."""
+    return func in _FINDING or (func is torch.where and len(args) == 1)
 
 
 def is_number(func: Any, t: Tensor) -> bool:

@@ -104,15 +104,23 @@ class Source:
         """Gradients of the parameters, from that of this tensor; ``batched``: of every example, (b, ...)."""
         if self.is_parameter:
             return [grads]
-        found = torch.autograd.grad(
-            self.tensor,
-            self.aliases,
-            grads.to(self.tensor.dtype),
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
+        grads = grads.to(self.tensor.dtype)
+        if not batched:
+            return self._pull_one(grads)
+        try:
+            found = torch.autograd.grad(
+                self.tensor, self.aliases, grads, retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+        except (RuntimeError, NotImplementedError):  # some operation that vmap does not know
+            columns = zip(*map(self._pull_one, grads), strict=True)
+            return [
+                None if column[0] is None else torch.stack([g for g in column if g is not None]) for column in columns
+            ]
         return list(found)
+
+    def _pull_one(self, grad: Tensor) -> list[Tensor | None]:
+        found = torch.autograd.grad(self.tensor, self.aliases, grad, retain_graph=True, allow_unused=True)
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def leaf_like(t: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from gradveil.clipping.operations.decompositions import DECOMPOSED, RECURRENT
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Record, Site, copy_of
 from gradveil.clipping.operations.recurrent import RecurrentTap
-from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, is_number
+from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, finds_rows, is_number
 from gradveil.clipping.operations.sources import Lookup, Region, Source, leaf_like, mark_of_a_pass
 from gradveil.clipping.operations.table import (
     BATCHED_PRODUCTS,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 _LISTS = (list, tuple)
 _PLAIN_BATCH = Layout(0, 1)
+_MAKE_LEAVES = {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}
 _AN_OTHER = "Write it with operations that have one"
 
 
@@ -112,8 +113,8 @@ class Operations(TorchFunctionMode):
         for a in args:
             if id(a) in known or (type(a) in _LISTS and any(id(b) in known for b in a)):
                 return self.meet(func, args, kwargs or {})
-        if func is Tensor.requires_grad_:  # of an activation, as adapters do it for checkpointing
-            return mark_of_a_pass(func(*args, **(kwargs or {})))
+        if func in _MAKE_LEAVES:  # of an activation, as for checkpointing
+            mark_of_a_pass(args[0])
         if not kwargs:
             return func(*args)
         for a in kwargs.values():
@@ -252,6 +253,7 @@ class Tracing(Operations):
         self.needs_grad = differentiates
         self._without_grad = not differentiates
         self._selections, self._rows = Routes(plan, rows), rows
+        self._found: dict[int, Any] = {}  # places that were found by what is in a tensor
         self.routes = self._selections if plan.routed else None
 
     def differentiates(self) -> bool:
@@ -263,7 +265,12 @@ class Tracing(Operations):
     def look(self, func: Any, args: Any, kwargs: Any) -> Any:
         if chooses_rows(func, args, kwargs or {}) and isinstance(args[0], Tensor) and id(args[0]) not in self.known:
             self.records[self._selections.place(func, args[0])] = Record([copy_of(args[0])])
-        return super().look(func, args, kwargs)
+            by = [t for t in tree_leaves(args[1:]) if isinstance(t, Tensor)]
+            self.plan.finds_rows |= any(id(t) in self._found or t.dtype is torch.bool for t in by)
+        result = super().look(func, args, kwargs)
+        if finds_rows(func, args):
+            self._found |= {id(t): t for t in tree_leaves(result)}
+        return result
 
     def operate(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         tracked, others = self.parts(func, args, kwargs)
