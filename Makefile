@@ -7,7 +7,7 @@ PEERS := $(VENV)/.peers
 JAX := .venv-jax
 RESULTS := benchmarks/results
 
-.PHONY: demo test check format docs reproduce bench bench-cuda clean help
+.PHONY: demo test check format docs reproduce bench bench-cuda zoo clean help
 
 help:
 	@echo "make demo    set up, then train four strategies on digits and compare them"
@@ -17,6 +17,7 @@ help:
 	@echo "make reproduce   set up, then rerun every table and figure of the paper, quickly, on digits"
 	@echo "make bench   set up with peers, then measure speed, memory and scaling on the CPU; figures, docs/performance.md"
 	@echo "make bench-cuda   the same on a GPU"
+	@echo "make zoo     set up with model libraries, then compare the clipped sums of their networks with the oracle"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,8 +62,16 @@ $(JAX)/.installed:
 
 bench: $(PEERS) $(JAX)/.installed
 	$(BIN)/python benchmarks/speed.py --device cpu --seconds 10 --out $(RESULTS)/speed_cpu.json
+	$(BIN)/python benchmarks/any_network.py --seconds 10 --out $(RESULTS)/any_network_cpu.json
 	$(BIN)/python benchmarks/scaling.py --device cpu --seconds 1 --out $(RESULTS)/scaling_cpu.json
 	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/render.py
+
+# Public model libraries without their requirements: torchvision has no build that fits, and only models are used.
+zoo: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[transformers]"
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm vit-pytorch einops
+	$(BIN)/python benchmarks/zoo.py --out $(RESULTS)/zoo.json
 	$(BIN)/python benchmarks/render.py
 
 bench-cuda: $(PEERS)

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import speed_tables
+import zoo_tables
 from speed_tables import machine, steps_beside
 from tables import ABSENT, RESULTS, ROOT, load, table
 
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
     "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
-    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md",
+    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md",
 )  # fmt: skip
 # ---- README.md
 
@@ -292,6 +293,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "cost_model": cost_model,
     "features_tried": features_tried,
     "audit_bounds": audit_bounds,
+    "zoo_counts": zoo_tables.zoo_counts,
+    "zoo_exceptions": zoo_tables.zoo_exceptions,
+    "any_network": zoo_tables.any_network,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),
