@@ -351,7 +351,7 @@ class Clipper:
         if self._rehearsal is not None:
             self._rehearsal.watch(output, current.rows)
         output = map_tensors(lambda t: self._tapped_output(t, current, scale), output)
-        if self._rehearsal is None and current.rows > 1:
+        if self._rehearsal is None and current.rows > 1 and not (isinstance(output, Tensor) and output.dim()):
             places, losses = count(), self.checks.own_losses
             output = map_tensors(lambda t: _own_loss(t, next(places), losses), output)
         if self.padding is not None or self._rehearsal is not None:
@@ -379,7 +379,8 @@ class Clipper:
         assert self._current is not None
         with Tracking(self, self._current) as tracking:
             output = plain(*args, **kwargs)
-        if not any(tracking.tracks(t) for t in tensors_in(output)):
+        held = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        if not any(map(tracking.tracks, held)):
             return output
         return map_tensors(
             lambda t: (

@@ -155,9 +155,13 @@ class SpotChecks:
         if self.rehearse is None or self._views != 1 or not arguments.shapes():
             return True
 
+        scalars: set[int] = set()  # places among the outputs
+
         def passed(given: Any) -> list[Tensor] | None:
             def step() -> None:
-                _any_loss(self._module(*given[0], **given[1]), rows).backward()
+                output = self._module(*given[0], **given[1])
+                scalars.update(i for i, t in enumerate(tensors_in(output)) if t.dim() == 0 and t.requires_grad)
+                _any_loss(output, rows).backward()
 
             return self.rehearse(step) if self.rehearse is not None else None
 
@@ -169,9 +173,10 @@ class SpotChecks:
                 finding = comparison.finding(sizes=False)
             self._checks -= 1  # one with that of the outputs
             if not finding:
-                with self._timed():
-                    self.own_losses.look(self._module, self.rehearse, with_rows_of, rows)
-                self._checks -= 1
+                if scalars:
+                    with self._timed():
+                        self.own_losses.look(scalars, self._module, self.rehearse, with_rows_of, rows)
+                    self._checks -= 1
                 return comparison.comparable
         self._look_again()
         raise UnsupportedModelError(

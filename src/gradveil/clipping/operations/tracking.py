@@ -96,6 +96,10 @@ class Operations(TorchFunctionMode):
     routes: Routes | None = None  # where rows are chosen by what is in them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs:
+            quick = self.quick.get(tuple(map(id, args[1:])))
+            if quick is not None and quick.takes(args[0]) and args[0].shape[0] == self.rows and torch.is_grad_enabled():
+                return quick.run(*args)
         if self.routes is None:
             return self.look(func, args, kwargs)
         result = self.look(func, args, kwargs)
@@ -104,10 +108,6 @@ class Operations(TorchFunctionMode):
 
     def look(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = self.known
-        if func is F.linear and not kwargs:
-            quick = self.quick.get(tuple(map(id, args[1:])))
-            if quick is not None and quick.takes(args[0]) and args[0].shape[0] == self.rows and torch.is_grad_enabled():
-                return quick.run(*args)
         if self.adopt is not None:
             self._adopt_all(args, kwargs or {})
         for a in args:
@@ -319,7 +319,7 @@ class Tracking(Operations):
         self.clipper, self.current, self.again = clipper, current, again
         self.aliases: dict[int, Tensor] = {}  # by slot: what stands for a parameter in what is derived from it
         self.copied: dict[int, Tensor] = {}  # by id of its source: the copies of a parameter
-        if current.library is not None and not again:
+        if current.library is not None and not again and not clipper.plan.routed:
             self.quick, self.rows = clipper.quick, current.rows
         if clipper.sharded:
             self.adopt = clipper.adopt
