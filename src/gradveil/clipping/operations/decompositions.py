@@ -72,8 +72,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """With offsets, or weights of the tokens: an embedding of padded bags, and a sum, mean or maximum over each."""
-    if not ops.tracks(weight) or (offsets is None and per_sample_weights is None):
+    """An embedding of bags, padded where they have offsets, and a sum, mean or maximum over each."""
+    if not ops.tracks(weight):
         return NotImplemented
     present = torch.ones_like(input, dtype=torch.bool)
     if offsets is not None:

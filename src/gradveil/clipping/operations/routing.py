@@ -73,7 +73,7 @@ _UNPACKING: set[Any] = named("_pad_packed_sequence", torch)
 # Each row of the result is made of the same row of what is given.
 ROWWISE: set[Any] = (
     BROADCASTING
-    | {func for func, layer in LAYERS.items() if not layer.name.startswith("embedding_bag")}
+    | set(LAYERS)
     | named(
         "relu gelu silu sigmoid tanh softplus elu leaky_relu mish hardswish hardsigmoid softmax log_softmax dropout "
         "layer_norm rms_norm normalize glu selu celu relu6 logsigmoid hardtanh gumbel_softmax",

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradveil.clipping.rules.conv import ConvRule, ConvTransposeRule
-from gradveil.clipping.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from gradveil.clipping.rules.embedding import EmbeddingRule
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.clipping.rules.linear import Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, InstanceNormRule, LayerNormRule, PReLURule, RMSNormRule
@@ -44,7 +44,7 @@ class LayerOperation:
         return self.rule(SimpleNamespace(**dict(statics)))
 
     def trailing(self, statics: Statics) -> int:
-        if self.name in ("embedding", "embedding_bag"):
+        if self.name == "embedding":
             return 0
         shape = dict(statics).get("normalized_shape")
         return len(shape) if isinstance(shape, tuple) else 1
@@ -145,34 +145,6 @@ def _plain_embedding(
     return _embedding(indices, weight, None if padding_idx < 0 else padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
 
-def _embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Bound:
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
-    return (
-        input,
-        weight,
-        None,
-        (
-            ("padding_idx", padding_idx),
-            ("max_norm", max_norm),
-            ("scale_grad_by_freq", scale_grad_by_freq),
-            ("mode", mode),
-        ),
-    )
-
-
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Bound:
@@ -211,7 +183,6 @@ LAYERS: dict[Any, LayerOperation] = {
     transposed_linear: LayerOperation("matmul", _linear, Conv1DRule),
     F.embedding: LayerOperation("embedding", _embedding, EmbeddingRule),
     torch.embedding: LayerOperation("embedding", _plain_embedding, EmbeddingRule),
-    F.embedding_bag: LayerOperation("embedding_bag", _embedding_bag, EmbeddingBagRule, by_rows=True),
     F.layer_norm: LayerOperation("layer_norm", _layer_norm, LayerNormRule),
     F.rms_norm: LayerOperation("rms_norm", _rms_norm, RMSNormRule),
     F.group_norm: LayerOperation("group_norm", _group_norm, GroupNormRule, by_rows=True),

@@ -89,30 +89,3 @@ class EmbeddingRule(LayerRule):
         if self.settings.padding_idx is not None:
             rows = torch.where((tokens == self.settings.padding_idx).unsqueeze(2), rows.new_zeros(()), rows)
         return None, EmbeddingUse(tokens, rows, (weight.shape[0], weight.shape[1]))
-
-
-class EmbeddingBagRule(LayerRule):
-    """(B, T) tokens, one bag per example, by sum or mean."""
-
-    def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
-        _refuse_batch_dependence(settings, "EmbeddingBag")
-        if self.settings.mode == "max":
-            raise UnsupportedModelError(
-                "EmbeddingBag with mode='max' has no rule here. Use nn.Embedding followed by a max over the tokens."
-            )
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        m = self.settings
-        return F.embedding_bag(x, weight, mode=m.mode, padding_idx=m.padding_idx), ()
-
-    def backward(
-        self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
-        counted = torch.ones_like(x, dtype=torch.bool)
-        if self.settings.padding_idx is not None:
-            counted = x != self.settings.padding_idx
-        share = counted.to(g.dtype)
-        if self.settings.mode == "mean":
-            share = share / counted.sum(1, keepdim=True).clamp(min=1).to(g.dtype)
-        return None, EmbeddingUse(x, g.unsqueeze(1) * share.unsqueeze(2), (weight.shape[0], weight.shape[1]))
