@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +21,7 @@ from gradveil.errors import LedgerError
 from gradveil.records import Release, RunHeader
 
 FORMAT = "gradveil-spent-1"
-_FACTS = ("strategy", "guarantee", "population", "sampling", "sample_rate", "delta", "steps", "plan")
+_FACTS = ("strategy", "guarantee", "population", "sampling", "sample_rate", "delta", "steps", "plan", "stopping")
 _MUST_AGREE = ("population", "sampling", "sample_rate", "groups", "delta", "guarantee")
 _FIELDS = (
     "sampler",
@@ -66,7 +67,11 @@ def origin(spent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(spent: Mapping[str, Any], header: RunHeader) -> list[Release]:
-    """The releases to charge; :class:`LedgerError` if the dictionary is damaged or its run does not fit ``header``."""
+    """The releases to charge; :class:`LedgerError` if the dictionary is damaged or its run does not fit ``header``.
+
+    A run that may have stopped on released values is charged for all steps it declared, and stays so wherever its
+    checkpoint goes: ``header`` must declare as much.
+    """
     try:
         whole = spent["format"] == FORMAT and spent["sha256"] == _checksum(spent)
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -82,9 +87,39 @@ def check(spent: Mapping[str, Any], header: RunHeader) -> list[Release]:
                 "groups and delta, or resume that run in its own run directory."
             )
     try:
-        return _releases(spent, len(header.groups))
+        releases = _releases(spent, len(header.groups))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise _damaged(f"its releases cannot be read ({error})") from None
+    _check_declared(spent["header"], header, releases)
+    return releases
+
+
+def _check_declared(facts: Mapping[str, Any], header: RunHeader, releases: Sequence[Release]) -> None:
+    from gradveil.accounting._charges import covers
+
+    stopping = facts.get("stopping", "none")  # an older checkpoint does not say
+    theirs = replace(header, strategy=facts["strategy"], steps=facts["steps"], plan=facts["plan"], stopping=stopping)
+    if not covers(header, theirs, releases):
+        raise LedgerError(
+            f"the checkpoint's run declared {_declared(theirs)} and released {len(releases)} of its steps. It may have "
+            "stopped because of what it released, so all the steps that it could have taken are charged, at the noise "
+            f"that it declared. This run declares {_declared(header)}, and would charge less. Declare at least as many "
+            "steps as that run, with the same sigma, clip, schedules, stopping and budget. For another plan, load only "
+            "the weights into a new run: what both runs spend then adds up."
+        )
+
+
+def _declared(header: RunHeader) -> str:
+    told = [f"{header.steps} steps", f"sigma {_told(header.plan.get('sigma'))}", f"stopping={header.stopping!r}"]
+    budget = header.plan.get("budget")
+    return ", ".join(told if budget is None else [*told, f"budget={budget:g}"])
+
+
+def _told(schedule: Any) -> str:
+    if not isinstance(schedule, Mapping):
+        return repr(schedule)
+    shape = "" if schedule.get("kind") == "constant" else f" ({schedule.get('kind')})"
+    return f"{schedule.get('start')}{shape}"
 
 
 def _damaged(why: str) -> LedgerError:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -53,9 +54,9 @@ class Book:
         ranks.check_same("the run", header.salt)
         here: list[Ledger] = []
 
-        def begin() -> tuple[RunHeader, tuple[Release, ...]]:
+        def begin() -> tuple[RunHeader, tuple[Release, ...], tuple[tuple[str, dict[str, Any]], ...]]:
             here.append(_begun(header, run_dir, resume=resume, durability=durability))
-            return here[0].header, tuple(here[0].releases)
+            return here[0].header, tuple(here[0].releases), here[0].notes
 
         kept = ranks.from_first(begin)
         # The first rank's is on disk; the others go along in memory.

@@ -140,10 +140,12 @@ class Ledger:
         return self
 
     @classmethod
-    def beside(cls, header: RunHeader, releases: Sequence[Release]) -> Ledger:
+    def beside(
+        cls, header: RunHeader, releases: Sequence[Release], notes: Sequence[tuple[str, dict[str, Any]]] = ()
+    ) -> Ledger:
         """In the memory of another process of the same run; on disk is the first one's."""
         self = cls.__new__(cls)
-        self._set(header, None, releases, _State(len(releases) + 1, GENESIS, 0))
+        self._set(header, None, releases, _State(len(releases) + 1, GENESIS, 0), notes=notes)
         return self
 
     # ---- what is in it
@@ -192,6 +194,13 @@ class Ledger:
         if self.path is None or not 1 <= length <= self.length:
             return False
         return read(self.path).hashes[length - 1] == head
+
+    def took_over(self, length: int, head: str) -> bool:
+        """Whether :meth:`import_spent` has charged, in whole or in part, what a checkpoint with this pin brings."""
+        return any(
+            kind == "spent" and (body["ledger_length"], body["ledger_head"]) == (length, head)
+            for kind, body in self.notes
+        )
 
     # ---- what is added to it
 

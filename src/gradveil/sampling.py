@@ -21,17 +21,19 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
 
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.errors import ConfigError, PrivacyViolation, UnknownNameError
 from gradveil.records import SAMPLINGS
 
 if TYPE_CHECKING:
@@ -203,6 +205,13 @@ class PrivateLoader:
                 **extras,
             )
 
+    def __reduce__(self) -> str:
+        raise PrivacyViolation(
+            "a private loader cannot be copied or pickled: it draws the batches of one engine, and a copy of that "
+            "engine would draw the same samples and use the same noise on other gradients. Use the loader itself: each "
+            "loop over it goes on where the run is."
+        )
+
     def __len__(self) -> int:
         """Logical batches in the next loop: what is left of the run, or of the epoch."""
         return len(self._span())
@@ -282,3 +291,42 @@ def check_loader(loader: DataLoader[Any]) -> int:
             "shuffle=True or False; to train on a part of the data use torch.utils.data.Subset."
         )
     return int(loader.batch_size)
+
+
+def check_no_repeats(dataset: Dataset[Any]) -> None:
+    """Refuse a data set in which an example is seen to be there several times: in a Subset, or joined to itself."""
+    if not isinstance(dataset, Subset | ConcatDataset):
+        return
+    sets: list[Dataset[Any]] = []
+    try:
+        of, place = _origins(dataset, sets)
+    except (TypeError, ValueError, IndexError):
+        return  # indices that are no numbers, or of no example: for the data set to complain of
+    order = np.lexsort((place, of))
+    again = np.flatnonzero((np.diff(of[order]) == 0) & (np.diff(place[order]) == 0))
+    if len(again):
+        first = order[again[0]]
+        times = int(((of == of[first]) & (place == place[first])).sum())
+        raise ConfigError(
+            f"example {int(place[first])} of the {type(sets[int(of[first])]).__name__} is {times} times in the "
+            f"training set (a {type(dataset).__name__} with repeated indices, or of a data set that is joined to "
+            "itself): what is accounted for is the influence of one entry, so an example that fills several is "
+            "protected less than the statement says. Give each example once: Subset(data, sorted(set(indices))). "
+            "To have several augmented rows of each example, use views=K; to weigh examples, weigh their losses."
+        )
+
+
+def _origins(dataset: Dataset[Any], sets: list[Dataset[Any]]) -> tuple[Indices, Indices]:
+    """Of each entry: the number, in ``sets``, of the data set that it comes from, and its index there."""
+    if isinstance(dataset, Subset):
+        of, place = _origins(dataset.dataset, sets)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return of[chosen], place[chosen]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_origins(part, sets) for part in dataset.datasets]
+        return np.concatenate([of for of, _ in parts]), np.concatenate([place for _, place in parts])
+    number = next((i for i, known in enumerate(sets) if known is dataset), len(sets))
+    if number == len(sets):
+        sets.append(dataset)
+    size = len(dataset)  # type: ignore[arg-type]
+    return np.full(size, number, dtype=np.int64), np.arange(size, dtype=np.int64)

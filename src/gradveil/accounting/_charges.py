@@ -256,3 +256,22 @@ def run_charges(header: RunHeader, releases: Sequence[Release]) -> Charged:
         taken, remaining, budget=budget, delta=header.delta, neighbours=neighbours, accountant=accountant
     )
     return Charged(taken=taken, remaining=remaining[:count], by_budget=count < len(remaining))
+
+
+def covers(mine: RunHeader, theirs: RunHeader, releases: Sequence[Release]) -> bool:
+    """Whether a run that declared ``mine`` is charged, after ``releases``, at least what one with ``theirs`` is.
+
+    Step by step: each declared step that the other is charged for is charged here too, at no more noise.
+    """
+    try:
+        here = run_charges(mine, releases).remaining
+    except Unbounded:
+        return True  # charged with infinity
+    try:
+        there = run_charges(theirs, releases).remaining
+    except Unbounded:
+        return False
+    return len(here) >= len(there) and all(
+        mechanism == same and z <= other * (1 + _SAME)
+        for (mechanism, z), (same, other) in zip(here, there, strict=False)
+    )

@@ -54,6 +54,14 @@ _SAMPLING = {
 _SEED = "the run was seeded: anyone who knows the seed can subtract the noise"
 _OWN_LOSS = "each example's loss depends on that example alone"
 _EARLIER = "no example's loss depends on examples of earlier batches, other than through released weights (not checked)"
+_DRAWN = (
+    "each step is taken on the batch that was drawn for it: its number of rows is checked, and the loader's own "
+    "tensors of an earlier batch are refused; copies of other rows would not be noticed"
+)
+_FROM_ARGUMENTS = (
+    "a whole step is checked from run_step's arguments on: that the data set, the collate_fn and the loop before it "
+    "keep examples apart is not"
+)
 _POWER_CUT = "a power cut may lose the records of the last second of training; durability='fsync' closes that"
 _SYNCED = "every record is on disk before its release is used (durability='fsync')"
 _BEFORE = "what happens before the model, nor targets"  # what no check of the model and the loss sees
@@ -174,7 +182,9 @@ class Statement:
         if not math.isfinite(self.proved.epsilon):
             return ()
         notes = [note for note in self.proved.assumptions if note not in (UNIT, NOT_COVERED)]
-        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER]
+        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER, _DRAWN]
+        if self.checks is not None and self.checks.get("whole_step", 0):
+            found.append(_FROM_ARGUMENTS)
         declared = 0 if self.checks is None else self.checks.get("public", 0)
         if declared:
             found.append(

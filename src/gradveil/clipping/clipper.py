@@ -42,6 +42,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import _pop_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import performance
@@ -377,8 +378,13 @@ class Clipper:
     def run(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The model's forward, with its operations followed."""
         assert self._current is not None
-        with Tracking(self, self._current) as tracking:
-            output = plain(*args, **kwargs)
+        depth = torch._C._len_torch_function_stack()
+        try:
+            with Tracking(self, self._current) as tracking:
+                output = plain(*args, **kwargs)
+        finally:
+            while torch._C._len_torch_function_stack() > depth:  # an interrupt between entering and being entered
+                _pop_mode()
         held = (output,) if isinstance(output, Tensor) else tensors_in(output)
         if not any(map(tracking.tracks, held)):
             return output

@@ -54,11 +54,17 @@ class ModelCheck:
             whole = plain_run(self._clipper.module, args, kwargs, evaluate=False, starting_from=before)
         arguments = Arguments(args, kwargs, rows)
         failed: Exception | None = None
-        ways = [(batched, in_order) for batched in arguments.readings() for in_order in (False, True)]
+        # The last ways are for models that insist on an order of the examples, or on their values.
+        ways = [
+            (batched, in_order, noisy)
+            for batched in arguments.readings()
+            for in_order, noisy in ((False, True), (False, False), (True, True), (True, False))
+        ]
         sizes = (rows, rows + 2 * self._clipper.views) if all_rows else None
-        for batched, in_order in ways if not self._clipper.sharded else ways[:1]:
+        for batched, in_order, noisy in ways if not self._clipper.sharded else ways[1:2]:
             try:
-                self._learn(partial(arguments.some, batched, in_order=in_order), before, sizes)
+                some = partial(arguments.some, batched, in_order=in_order, noisy=noisy)
+                self._learn(some, before, sizes, moved=noisy)
                 break
             except UnsupportedModelError:
                 raise
@@ -75,7 +81,9 @@ class ModelCheck:
             ) from failed
         return whole.outputs
 
-    def _learn(self, some: Callable[..., Any], before: Moment | None, sizes: tuple[int, int] | None) -> None:
+    def _learn(
+        self, some: Callable[..., Any], before: Moment | None, sizes: tuple[int, int] | None, *, moved: bool
+    ) -> None:
         clipper, views = self._clipper, self._clipper.views
         sizes = sizes or (SIZES[0] * views, SIZES[1] * views)
         example = min(EXAMPLE * views, sizes[0] - 1)
@@ -88,7 +96,7 @@ class ModelCheck:
             if clipper.sharded:
                 mode.adopt = clipper.adopt
             with clipper.quietly():
-                found = plain_run(clipper.module, *given, evaluate=False, starting_from=before, mode=mode)
+                found = plain_run(clipper.module, *given, evaluate=False, starting_from=before, mode=mode, moved=moved)
             return found, mode.records
 
         for _ in range(MOST):

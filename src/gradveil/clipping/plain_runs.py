@@ -49,20 +49,26 @@ def plain_run(
     evaluate: bool,
     starting_from: Moment | None = None,
     mode: Tracing | None = None,
+    moved: bool = False,
+    gradients: bool = False,
 ) -> PlainRun:
     """A call that leaves nothing behind: modes, attributes, buffers, parameters and generators are as they were.
 
     ``starting_from``: attributes and generators as they were at an earlier moment. ``mode`` sees its operations, with
-    gradients where it asks for them; otherwise there are none.
+    gradients where it asks for them; otherwise there are none, unless the model insists. ``moved``: parameters are
+    moved a little, the same in every run, so that none is at a value that hides what it does (0, say).
     """
     children = list(module.modules())
-    state = Snapshot(module)
+    at_first = state = Snapshot(module)
     device = _device_of(module)
     before = rng_state(device) if starting_from is None else starting_from.rng
     try:
         if starting_from is not None:
             starting_from.attributes.put_back()
-        grad = torch.set_grad_enabled(mode is not None and mode.needs_grad)
+        if moved:
+            _move(module)
+            state = Snapshot(module)
+        grad = torch.set_grad_enabled(gradients or (mode is not None and mode.needs_grad))
         with grad, rng_at(before, device), _no_fast_path(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a checkpoint without gradients warns; nobody asked for this call
             if evaluate:
@@ -74,6 +80,10 @@ def plain_run(
             drew = not same_rng(before, rng_state(device))
             changed = state.changed()
     except RuntimeError as error:
+        if "that doesn't require gradient" in str(error) and not gradients:  # a hook on an activation
+            at_first.put_back()
+            again = {"starting_from": starting_from, "mode": mode, "moved": moved, "gradients": True}
+            return plain_run(module, args, kwargs, evaluate=evaluate, **again)  # type: ignore[arg-type]
         if "does not require grad" not in str(error):
             raise
         raise UnsupportedModelError(
@@ -82,8 +92,17 @@ def plain_run(
             "not known. Compute the derivative with torch.func inside a module of its own, or leave it out."
         ) from error
     finally:
-        state.put_back()
+        at_first.put_back()
     return PlainRun(outputs, drew, changed)
+
+
+def _move(module: nn.Module) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=draw).to(parameter.device, parameter.dtype)
+            # Through .data: a graph of the user's that holds the parameter finds it as it was, in its version too.
+            parameter.data.add_(noise, alpha=0.02 * max(1.0, float(parameter.detach().abs().mean())))
 
 
 @contextmanager
@@ -119,8 +138,10 @@ class Arguments:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(self._leaves[i].shape) for i in self._batched]
 
-    def some(self, batched: list[int], size: int, replaced: int | None, *, in_order: bool) -> Any:
+    def some(self, batched: list[int], size: int, replaced: int | None, *, in_order: bool, noisy: bool) -> Any:
         """The same arguments with so many rows, from the first on and over again; one of them replaced by another.
+
+        ``noisy``: what is not a whole number gets noise there, so that it is another one where all examples are alike.
 
         ``in_order``: no row comes before one that is before it in the batch (some models insist: pack_padded_sequence).
         """
@@ -132,7 +153,16 @@ class Arguments:
             others = [*chosen[replaced + 1 : replaced + 2], *chosen[:replaced][::-1]] if in_order else [size % rows]
             others += [(chosen[replaced] + 1) % rows]
             chosen[replaced] = next((row for row in others if row != chosen[replaced]), chosen[replaced])
-        return self._changed(batched, lambda t: t.detach()[chosen].requires_grad_(t.requires_grad))
+
+        def change(t: Tensor) -> Tensor:
+            found = t.detach()[chosen]
+            if noisy and replaced is not None and t.is_floating_point():
+                draw = torch.Generator().manual_seed(size)
+                noise = torch.randn(found[replaced].shape, generator=draw).to(found.device, found.dtype)
+                found[replaced] += noise * (0.1 + 0.1 * found[replaced].abs().nan_to_num(0.0, 0.0, 0.0).mean())
+            return found.requires_grad_(t.requires_grad)
+
+        return self._changed(batched, change)
 
     def _changed(self, batched: list[int], change: Callable[[Tensor], Tensor]) -> Any:
         leaves = [change(leaf) if i in batched else leaf for i, leaf in enumerate(self._leaves)]

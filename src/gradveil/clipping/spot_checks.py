@@ -36,6 +36,7 @@ from gradveil.clipping.taps import is_refused
 from gradveil.errors import ConfigError, UnsupportedModelError
 
 FIRST = 2  # batches that are checked at the beginning
+_SHAPES = 8  # of examples that are checked when they first come up: a model may do something else with them
 _TRIES = 5  # batches whose loss is waited for: it may never be differentiated, or in a way that is not seen here
 
 
@@ -51,6 +52,7 @@ class SpotChecks:
         self._countdown: float | None = None  # batches until the next check; None: still to be drawn
         self._batches = self._checks = 0
         self._seconds, self._begun = 0.0, time.perf_counter()  # in checks; since when
+        self._shapes: set[Any] = set()  # of examples, seen so far
         self._waiting = False  # for the loss of the batch that is under way
         self.not_batch_first: list[Tensor] = []  # of the loader's batch: the examples are along another dimension
         self._modes: tuple[Any, ...] | None = None  # of the modules, in the last call
@@ -76,8 +78,12 @@ class SpotChecks:
         uniform = (secrets.randbits(53) + 1) / (1 << 53)
         return 1 + math.floor(math.log(uniform) / math.log1p(-chance)) if chance > 0 else math.inf
 
-    def _is_due(self) -> bool:
+    def _is_due(self, given: Any) -> bool:
         self._batches += 1
+        shapes = tuple([t.shape[1:] for t in tree_leaves(given) if isinstance(t, Tensor)])
+        if shapes not in self._shapes and len(self._shapes) < _SHAPES:
+            self._shapes.add(shapes)
+            return True
         if self._first > 0 and self._tries > 0:
             return True
         if self._countdown is None:
@@ -116,7 +122,7 @@ class SpotChecks:
         self._look_at_modes()
         if self._loss.status == "refused":
             self._look_again()
-        if self._whole or rows < 2 * self._views or not self._is_due():
+        if self._whole or rows < 2 * self._views or not self._is_due((args, kwargs)):
             return
         self._waiting, self._tries = True, self._tries - 1
         self._check_layout(args, kwargs)
@@ -142,7 +148,7 @@ class SpotChecks:
                 (vars(m), (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))
                 for m in self._module.modules()
             ]
-        modes = tuple([(own["training"], *map(len, hooks)) for own, hooks in self._parts])
+        modes = tuple([(own.get("training"), *map(len, hooks)) for own, hooks in self._parts])
         if modes != self._modes:
             if self._modes is not None:
                 self._look_again()
@@ -239,7 +245,7 @@ class SpotChecks:
                 "what the step does with other examples cannot be checked. Pass the batch as arguments: "
                 "engine.run_step(loss_fn, *batch), with a loss_fn that computes everything from them."
             )
-        if rows < 2 or not self._is_due():
+        if rows < 2 or not self._is_due(batch):
             return
         comparison = Comparison(self._module, rehearse, lambda index: with_rows(batch, rows, index), rows)
         with self._timed():

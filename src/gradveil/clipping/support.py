@@ -38,6 +38,11 @@ def check_module(module: nn.Module) -> None:
                 f"{label} keeps running statistics of the private data in its buffers, which no noise covers. "
                 "Use track_running_stats=False: gradveil.fix(model)."
             )
+        if isinstance(child, torch.jit.ScriptModule) and any(p.requires_grad for p in child.parameters()):
+            raise UnsupportedModelError(
+                f"{label} is compiled by TorchScript, out of reach of per-example clipping. Use the module that it was "
+                "made from, or freeze its parameters."
+            )
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
             raise UnsupportedModelError(
                 f"{label} has a max_norm: it changes its weights in the forward pass, by tokens of the private batch, "

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gradveil.clipping.sharding import any_sharded
+
 
 class Attributes:
     """What the modules of a model hold as attributes, beside parameters, buffers and children: put back after a run.
@@ -48,7 +50,11 @@ class Snapshot:
         self._sequences: list[tuple[Any, list[Any]]] = []
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # as they are, and as they were
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        # A model that is cut over processes puts other tensors in the place of its parameters, and keeps count of it.
+        self._sharded = any_sharded(module)
         for child in module.modules():
+            if self._sharded:
+                self._seen[id(child._parameters)] = child._parameters
             if not type(child).__module__.startswith("gradveil.clipping"):
                 self._visit(vars(child))
         self._before = self._held()
@@ -82,7 +88,9 @@ class Snapshot:
 
     def _held(self) -> dict[str, Any]:
         """By name: what would leave with the model's state_dict."""
-        found: dict[str, Any] = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        found: dict[str, Any] = dict(self._module.named_buffers())
+        if not self._sharded:
+            found |= dict(self._module.named_parameters())
         for name, child in self._module.named_modules():
             if type(child).get_extra_state is not nn.Module.get_extra_state:
                 extra = copy.deepcopy(child.get_extra_state())
@@ -111,10 +119,9 @@ class Snapshot:
         for array, values in self._arrays:
             if not np.array_equal(array, values):
                 array[...] = values
-        with torch.no_grad():
-            for t, value in self._tensors.values():
-                if not same_value(t, value):
-                    t.copy_(value)
+        for t, value in self._tensors.values():
+            if not same_value(t, value):
+                t.data.copy_(value)  # a graph that holds it finds it as it was, in its version too
 
 
 _MOST_OBJECTS = 50_000

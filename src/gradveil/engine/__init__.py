@@ -5,7 +5,8 @@ settings.py  the settings, checked
 step.py      the release of one step, in the one order that is safe
 backward.py  what happens when a backward pass has ended
 batches.py   which drawn batch a backward pass belongs to, and whether it may be released
-layout.py    where a loader's collate_fn puts the examples
+drawn.py     whose rows the model is given, as far as its tensors show it
+layout.py    where a loader's collate_fn puts the examples, and whether it keeps them apart
 header.py    what the run declares in its ledger
 plain.py     training without privacy, for comparison
 """

@@ -38,13 +38,15 @@ def backward_ended(engine: PrivacyEngine, sums: Accumulator) -> None:
 
     Whatever is refused here leaves ``backward()`` as an error, with nothing kept and nothing released.
     """
-    step, clipper, batches = engine._private, engine._clipper, engine._batches
+    step, clipper, batches, drawn = engine._private, engine._clipper, engine._batches, engine._drawn
     assert step is not None and clipper is not None
     try:
         with torch.no_grad():
             stats = clipper.harvest
             if not batches.is_open or stats.passes == 1:
                 sums(None)  # of a batch that was given up
+            batches.count(stats.examples)
+            drawn.backward_ended()
             part = clipper.take_sums()
             if engine._recorder is not None:
                 engine._recorder.see_part(part)
@@ -54,6 +56,8 @@ def backward_ended(engine: PrivacyEngine, sums: Accumulator) -> None:
                 if engine._recorder is not None:
                     engine._recorder.see_release(noised)
     except BaseException:
+        batches.give_up()
+        drawn.give_up()
         sums(None)
         step.prepare()
         raise

@@ -9,7 +9,10 @@ The loader hands out a ticket with every batch (or physical part of one). Refuse
     more rows than were drawn                           an example that contributes twice is not bounded by its clip
     fewer rows than were drawn                          unless the engine was told that examples are dropped
 
-A pass on a batch that did not come from the loader is released and recorded as such: it proves nothing.
+Rows are counted for each physical part on its own: one part twice and another never is not the batch. Whose rows they
+are, drawn.py sees as far as tensors show it.
+
+A pass while no batch is handed out is released and recorded as such: it proves nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ class Batches:
         self.loop = 0  # over the loader: the newest
         self._spent = False
         self._warned = False
+        self._earlier = self._here = 0  # examples that went through backward(): of earlier parts, and of this one
+        self._lost = False  # an error has taken the sums of earlier parts with it
 
     def start(self) -> int:
         """A new loop over the loader begins; its number."""
@@ -40,9 +45,14 @@ class Batches:
     def clear(self) -> None:
         """No batch is handed out."""
         self.ticket, self._spent = None, False
+        self._earlier, self._here, self._lost = 0, 0, False
 
-    def hand_out(self, ticket: Ticket, *, loop: int, step: int) -> None:
-        """The loader of ``loop`` hands out a batch, and the engine is about to take ``step``."""
+    def hand_out(self, ticket: Ticket, *, loop: int, step: int, counted: bool = True) -> None:
+        """The loader of ``loop`` hands out a batch, or a part of one, and the engine is about to take ``step``.
+
+        ``counted=False``: passes may not be counted by :meth:`count` (in CUDA graphs), so whether the last part was
+        whole is not known.
+        """
         if loop != self.loop:
             raise PrivacyViolation(
                 "a newer loop over the private loader was started, or the engine went back to a checkpoint: a batch of "
@@ -56,7 +66,49 @@ class Batches:
                 f"the loader drew a batch for step {ticket.step}, and the engine is at step {step}. Start a new loop "
                 "over the loader."
             )
+        if self.is_open:
+            if counted:
+                self._check_part()
+            self._earlier, self._here = self._earlier + self._here, 0
+        else:
+            self._earlier, self._here, self._lost = 0, 0, False
         self.ticket, self._spent = ticket, False
+
+    def _check_part(self) -> None:
+        """Before the next part of a batch is handed out: this one is done with."""
+        ticket = self.ticket
+        assert ticket is not None
+        if self._here != ticket.size and not self.drops_examples:
+            raise PrivacyViolation(
+                f"the next part of the batch of step {ticket.step} was asked for when {self._here} of the "
+                f"{ticket.size} examples of the last part had gone through the model and backward(). Each step is "
+                "accounted for as one whole batch, in which every example contributes once; a part that is skipped is "
+                "not accounted for. Call backward() for each part before you take the next one."
+            )
+
+    def count(self, examples: int) -> None:
+        """A backward pass has ended; ``examples`` is how many went through backward() in this step so far."""
+        ticket = self.ticket
+        if ticket is None or self._spent:
+            return  # refused, or recorded as unknown, by check()
+        if self._lost:
+            raise PrivacyViolation(
+                f"earlier parts of the batch of step {ticket.step} were given up when an error ended a backward pass: "
+                "the batch cannot be made whole any more. Nothing of it was released. Start a new loop over the "
+                "loader: it draws the batch again."
+            )
+        self._here = examples - self._earlier
+        if self._here > ticket.size and ticket.size != ticket.drawn:
+            raise PrivacyViolation(
+                f"{self._here} examples went through backward() for a part of the batch that has {ticket.size}: an "
+                "example that contributes more than once is not bounded by its clip. Call the model and backward() "
+                "once for each part that the loader hands out."
+            )
+
+    def give_up(self) -> None:
+        """An error has ended a backward pass, and what was summed up of the batch is gone."""
+        self._lost = self._lost or self._earlier > 0
+        self._here = 0
 
     def unreleased(self) -> PrivacyViolation:
         """What is wrong where the next batch is asked for, and this one was not released."""

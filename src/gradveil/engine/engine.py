@@ -37,10 +37,11 @@ from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
 from gradveil.clipping.taps import ModelHook, TrackedForward
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.batches import Batches
+from gradveil.engine.drawn import Drawn
 from gradveil.engine.header import run_header
 from gradveil.engine.layout import Layout
 from gradveil.engine.plain import HiddenGradients, PlainStep
-from gradveil.engine.settings import Settings
+from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
 from gradveil.guards import BudgetGuard, check_optimizer, fingerprint
@@ -48,7 +49,7 @@ from gradveil.ledger import Durability, Ledger
 from gradveil.randomness import SecretKey
 from gradveil.records import Release, RunHeader
 from gradveil.release import Releaser
-from gradveil.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, source_of
+from gradveil.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, check_no_repeats, source_of
 from gradveil.schedules import Schedule
 from gradveil.strategies import Parameters, Strategy
 
@@ -137,7 +138,7 @@ class PrivacyEngine:
             epsilon=epsilon,
             steps=steps,
             epochs=epochs,
-            delta=float(delta) if isinstance(delta, int | float) else delta,
+            delta=delta,
             sampling=sampling,
             clipping=clipping,
             shape={
@@ -158,13 +159,13 @@ class PrivacyEngine:
             spot_checks=spot_checks,
             durability=durability,
         )
-        self.options = dict(options or {})
+        self.options = {name: plain_number(name, value) for name, value in (options or {}).items()}
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.ranks = processes.current()
         self._plan: Parameters | None = None
-        if epsilon is None and steps is not None:
-            self._plan = self.settings.plan(steps=steps)
-        self._resume, self._key = resume, SecretKey(seed)
+        if self.settings.epsilon is None and self.settings.steps is not None:
+            self._plan = self.settings.plan(steps=self.settings.steps)
+        self._resume, self._key = resume, SecretKey(plain_number("seed", seed))
         self._handles: list[Any] = []
         self._clipper: Clipper | None = None
         self._private: PrivateStep | None = None
@@ -206,7 +207,8 @@ class PrivacyEngine:
         if self._book is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
         inner = processes.unwrapped(module)
-        source = source_of(data_loader, batch_size)
+        physical_batch_size = plain_number("physical_batch_size", physical_batch_size)
+        source = source_of(data_loader, plain_number("batch_size", batch_size))
         if any(isinstance(vars(child).get("forward"), TrackedForward) for child in inner.modules()):
             raise ConfigError(
                 "this model is private already, under another engine. Call detach() on that engine first."
@@ -223,6 +225,8 @@ class PrivacyEngine:
             )
         if private:
             check_optimizer(inner, optimizer)
+            check_no_repeats(source.dataset)
+        self._layout = Layout(source.dataset, source.like.collate_fn if private and source.like is not None else None)
         self.module, self.optimizer, self.physical_batch_size = inner, optimizer, physical_batch_size
         self._sharded = joining.is_cut(inner, self.plan.strategy)
         if self.ranks.several:
@@ -233,6 +237,7 @@ class PrivacyEngine:
         self._batches = Batches(
             self.sampling.name, views=self.settings.views, drops_examples=self.settings.drops_examples
         )
+        self._drawn = Drawn(self._batches)
         if private:
             self.rule = self._make_rule(self.plan)
             self._clipper = self._make_clipper()  # before the ledger: a model that is refused leaves no run directory
@@ -256,7 +261,6 @@ class PrivacyEngine:
             optimizer.register_step_post_hook(ModelHook(lambda *_: self._hidden.show())),
             inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
         ]
-        self._layout = Layout(source.dataset, source.like.collate_fn if private and source.like is not None else None)
         loader = PrivateLoader(
             dataset=source.dataset,
             batch_size=source.batch_size,
@@ -353,6 +357,8 @@ class PrivacyEngine:
         clipper.checks.share = self.settings.spot_checks
         clipper.checks.report = lambda seen: self.ledger.note("check", {"step": self.step, **seen})
         clipper.on_end = partial(backward_ended, self, accumulator())
+        # After the clipper's own hook, which begins the pass.
+        self._handles.append(self.module.register_forward_pre_hook(ModelHook(self._see_call), with_kwargs=True))
 
     def _equal_parts(self, here: int) -> int:
         """Parts of a batch: as many on every rank, for the ranks call a model that is cut together."""
@@ -423,9 +429,15 @@ class PrivacyEngine:
             return
         self._check_attached()
         self._private.check_process()
-        self._batches.hand_out(ticket, loop=loop, step=self.step)
+        self._batches.hand_out(ticket, loop=loop, step=self.step, counted=not self._in_graphs)
+        self._drawn.hand_out(batch)
         if self._clipper is not None:
             self._clipper.checks.not_batch_first = self._layout.misplaced(batch)
+
+    def _see_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        clipper = self._clipper
+        if clipper is not None and clipper.tracks and clipper._rehearsal is None and clipper._current is not None:
+            self._drawn.called(clipper._current, args, kwargs)
 
     def _check_attached(self) -> None:
         if self._private is not None and not self._handles:
@@ -480,9 +492,10 @@ class PrivacyEngine:
         """The whole step on one batch of the loader: zero_grad, loss, backward, update; the loss, detached.
 
         ``loss_fn(*batch)`` includes preprocessing, model and loss, and is a mean (or sum, by ``loss_reduction``) over
-        the examples. What it does is checked end to end, at the first batches and at steps that cannot be foreseen:
-        each example's gradient must stay the same when the other examples of the batch are exchanged. That covers
-        what a loop of your own does not show: centring or mixing inputs, masks and normalisers from the targets.
+        the examples. What it computes from its arguments is checked, at the first batches and at steps that cannot be
+        foreseen: each example's gradient must stay the same when the other examples of the batch are exchanged. That
+        covers what a loop of your own does not show: centring or mixing inputs, masks and normalisers from the
+        targets. It does not cover what the collate_fn and the loop did to the batch before.
         """
         clipper, ticket = self._clipper, self._batches.ticket
         if clipper is not None and ticket is not None and self._batches.is_open:
@@ -577,6 +590,14 @@ class PrivacyEngine:
         """How many examples had a gradient that is not finite and counted as zero, over all steps."""
         return 0 if self._private is None else self._private.not_finite.read(self.step)
 
+    def __reduce__(self) -> str:
+        raise PrivacyViolation(
+            "a PrivacyEngine cannot be copied or pickled: the copy would have the same secret key and draw the same "
+            "noise on other gradients, which cancels in the difference, and neither ledger would hold what the other "
+            "has spent. To save a run, keep engine.state_dict(), which another engine loads. For a second run make a "
+            "second PrivacyEngine; copy.deepcopy(model) gives the plain model."
+        )
+
     def __repr__(self) -> str:
         chosen = self.settings.strategy
         name = chosen if isinstance(chosen, str) else chosen.name
@@ -626,7 +647,8 @@ class PrivacyEngine:
         """Go on from a checkpoint. Releases that the ledger holds beyond it stay charged.
 
         Refused where this engine's ledger is not the one of the checkpoint and the checkpoint does not say what was
-        spent: earlier steps would not be charged.
+        spent: earlier steps would not be charged. Refused too where the checkpoint's run declared steps that this one
+        would not charge: a run that may have stopped on released values is charged for all it declared.
         """
         step = int(state["step"])
         if not 0 <= step <= self.plan.steps:
@@ -651,8 +673,8 @@ class PrivacyEngine:
         if self.ranks.from_first(lambda: pin in self._pins or ledger.holds(*pin)):
             return
         spent = state.get("spent")
-        if spent is not None and not ledger.releases:
-            ledger.import_spent(spent)
+        if spent is not None and (not ledger.releases or ledger.took_over(*pin)):
+            ledger.import_spent(spent)  # once: loading the same checkpoint again charges nothing more
             return
         raise RunDirectoryError(
             f"the checkpoint is of step {state['step']} of a run whose ledger had {pin[0]} lines, and this engine's "

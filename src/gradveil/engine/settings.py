@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
+
+import numpy as np
+from torch import Tensor
 
 from gradveil.clipping import Clipping
 from gradveil.errors import ConfigError, UnknownNameError
@@ -42,6 +46,9 @@ class Settings:
     durability: Durability
 
     def __post_init__(self) -> None:
+        for name in ("clip", "sigma", "epsilon", "steps", "epochs", "delta", "views", "budget", "spot_checks"):
+            object.__setattr__(self, name, plain_number(name, getattr(self, name)))
+        object.__setattr__(self, "shape", {name: plain_number(name, value) for name, value in self.shape.items()})
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(
                 f"steps is {self.steps!r} and epochs is {self.epochs!r}. A run declares its length, since schedules "
@@ -58,6 +65,7 @@ class Settings:
                 raise UnknownNameError(name, getattr(self, name), known)
         if not (isinstance(self.delta, float | int) and 0 < self.delta < 1):
             raise ConfigError(f"delta is {self.delta!r}. It is a probability: give a number in (0, 1), below 1/N.")
+        object.__setattr__(self, "delta", float(self.delta))
         if not (isinstance(self.spot_checks, float | int) and 0 <= self.spot_checks <= 1):
             raise ConfigError(
                 f"spot_checks is {self.spot_checks!r}. It is the share of the time in which the independence of "
@@ -118,6 +126,23 @@ class Settings:
     def why_unproved(self, plan: Parameters) -> str | None:
         """Why no finite epsilon is proved for such a run; None where one is."""
         return why_unproved(plan.strategy.guarantee, fixed_variance=plan.fixed_variance, sampling=self.sampling)
+
+
+def plain_number(name: str, value: Any) -> Any:
+    """A number of numpy, or in a tensor without dimensions, as Python's own; all else as it is.
+
+    >>> plain_number("sigma", np.float32(2.0)), plain_number("steps", np.int64(3)), plain_number("clip", "1")
+    (2.0, 3, '1')
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            raise ConfigError(f"{name} is an array of shape {tuple(value.shape)}; give one number.")
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _check_whole_number(name: str, value: Any) -> None:

@@ -124,9 +124,15 @@ def batch_norm(
 
 
 def set_item(ops: Operations, x: Tensor, index: Any, value: Any) -> Any:
-    """What a mask chooses is set to the same for all: a choice between two."""
-    if ops.tracks(x) or not isinstance(index, Tensor) or index.dtype is not torch.bool:
+    """What a mask chooses is set to the same for all: a choice between two. Elsewhere, to copies of the value."""
+    if ops.tracks(x) or not ops.tracks(value):
         return NotImplemented
+    if not isinstance(index, Tensor) or index.dtype is not torch.bool:
+        shape = x[index].shape
+        if value.shape == shape:
+            return NotImplemented
+        x[index] = value.expand(shape)
+        return None
     rest = x.dim() - index.dim()
     if value.dim() > rest + 1 or (value.dim() == rest + 1 and value.shape[0] != 1):
         return NotImplemented
@@ -141,6 +147,10 @@ def get_item(ops: Operations, p: Tensor, index: Any) -> Any:
         return NotImplemented
     found = F.embedding(index % len(p), p.reshape(len(p), -1))
     return found.reshape(*index.shape, *p.shape[1:])
+
+
+def masked_fill(ops: Operations, x: Tensor, mask: Tensor, value: Any) -> Any:
+    return torch.where(mask, value, x) if ops.tracks(value) else NotImplemented
 
 
 def to(ops: Operations, t: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -416,6 +426,7 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     T.__setitem__: set_item,
     T.__getitem__: get_item,
+    **dict.fromkeys((torch.masked_fill, T.masked_fill), masked_fill),
     T.to: to,
     T.type_as: to,
     T.expand_as: expand_as,

@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Site
 from gradveil.clipping.operations.sources import Source
+from gradveil.clipping.operations.table import writes_in_place
 from gradveil.clipping.passes import Call
 from gradveil.clipping.surroundings import Autocast, no_autocast, no_saved_tensor_hooks
 from gradveil.clipping.uses import MaterialisedUse, wide
+from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from gradveil.clipping.operations.tracking import Tracking
@@ -58,8 +60,15 @@ class OperationTap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tap: _Tap = ctx.tap
         with no_autocast(), no_saved_tensor_hooks(), tap.autocast.again(), torch.enable_grad():
-            to_inputs = tap.input_gradients(ctx.tensors, grads, ctx.needs_input_grad[1:])
-            found = tap.per_example(ctx.tensors, grads)
+            try:
+                to_inputs = tap.input_gradients(ctx.tensors, grads, ctx.needs_input_grad[1:])
+                found = tap.per_example(ctx.tensors, grads)
+            except Exception as error:  # what torch.func cannot do, or the operation on one example
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                raise UnsupportedModelError(
+                    f"{tap.name}() uses a parameter and has no rule, and its gradients could not be computed example "
+                    f"by example either ({reason}). Write it with operations that have a rule."
+                ) from error
         edges = [ctx.next_functions[i] for i in tap.tracked]  # of tensors only
         with no_autocast():
             tap.clipper.collect(tap.call, MaterialisedUse([wide(g.detach()) for g in found]), edges)
@@ -80,7 +89,7 @@ class _Tap:
     ) -> None:
         self.clipper, self.call, self.operation, self.rows = tracking.clipper, call, operation, tracking.current.rows
         self.tracked, self.layouts, self.out = list(tracked), list(layouts), out
-        self.autocast = Autocast(operation.tensors[0].device)
+        self.autocast, self.name = Autocast(operation.tensors[0].device), call.unit.label
 
     def input_gradients(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
@@ -166,7 +175,7 @@ def run(
         layout is None or layout.front(t, rows) is not None
         for layout, t in zip(all_layouts, operation.tensors, strict=True)
     )
-    if name.endswith("_") or name == "setitem" or (rows > 1 and (site.out is None or not sizes_fit)):
+    if writes_in_place(func) or (rows > 1 and (site.out is None or not sizes_fit)):
         raise tracking.refusal(func, tracked, "there is no rule for it", "Write it with operations that have one")
     if name not in _WARNED:
         _WARNED.add(name)

@@ -23,15 +23,20 @@ UNSEEN = -1  # ``inner`` of a fold whose rows do not change with an example
 
 @dataclass(frozen=True)
 class Layout:
-    """``inner`` None: all of the fold is inside (outer = 1), however large it is."""
+    """``inner`` None: all of the fold is inside (outer = 1), however large it is.
+
+    ``fold``: n / B, where the examples are in the middle of it (outer > 1 and inner > 1): of another size it could not
+    be told which of the two has changed.
+    """
 
     dim: int = 0
     inner: int | None = None
+    fold: int | None = None
 
     def split(self, n: int, batch: int) -> tuple[int, int, int] | None:
         """(outer, B, inner) of a dimension of size n; None where it does not come out even."""
         inner = self.inner if self.inner is not None else n // batch
-        if inner == 0 or n % (batch * inner):
+        if inner == 0 or n % (batch * inner) or (self.fold is not None and n != self.fold * batch):
             return None
         return n // (batch * inner), batch, inner
 
@@ -100,7 +105,7 @@ def find(a: Tensor, b: Tensor, changed: Tensor | None, sizes: tuple[int, int], e
         return Layout(dim, UNSEEN)
     for inner in [fold] + [k for k in range(fold - 1, 0, -1) if fold % k == 0]:
         if all((row // inner) % first == example for row in rows):
-            return Layout(dim, None if inner == fold else inner)
+            return Layout(dim, None if inner == fold else inner, fold if 1 < inner < fold else None)
     raise NoLayout("several of its rows change with one example")
 
 
@@ -109,12 +114,14 @@ def settled(layouts: Sequence[Layout | None], sizes: Sequence[tuple[int, ...]]) 
     flatten have it. (That an example's norms do not depend on the others is looked at afterwards, on the same batch.)
     """
     seen = {
-        size[layout.dim]: layout.inner
+        size[layout.dim]: (layout.inner, layout.fold)
         for layout, size in zip(layouts, sizes, strict=True)
         if layout is not None and layout.inner != UNSEEN
     }
     return tuple(
-        Layout(layout.dim, seen.get(size[layout.dim])) if layout is not None and layout.inner == UNSEEN else layout
+        Layout(layout.dim, *seen.get(size[layout.dim], (None, None)))
+        if layout is not None and layout.inner == UNSEEN
+        else layout
         for layout, size in zip(layouts, sizes, strict=True)
     )
 

@@ -69,6 +69,7 @@ SELECTING: set[Any] = {
     *named("_pack_padded_sequence", torch),
 }
 _SPLITTING: set[Any] = named("split chunk tensor_split split_with_sizes", torch, T)
+_PACKING: set[Any] = named("_pack_padded_sequence", torch)
 _UNPACKING: set[Any] = named("_pad_packed_sequence", torch)
 # Each row of the result is made of the same row of what is given.
 ROWWISE: set[Any] = (
@@ -217,11 +218,15 @@ def chooses_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
         return False
     if func is T.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(i, Tensor) and i.dim() > 0 for i in index)
+        return any((isinstance(i, Tensor) and i.dim() > 0) or isinstance(i, list) for i in index)
     return True
 
 
 _FINDING: set[Any] = named("nonzero", torch, T)
+
+
+def is_packing(func: Any) -> bool:
+    return func in _PACKING
 
 
 def finds_rows(func: Any, args: Sequence[Any]) -> bool:
@@ -241,7 +246,7 @@ def _same(a: Owners, b: Owners) -> bool:
 def _along_one(numbers: Tensor) -> Owners | None:
     """The dimension along which owners change, where it is one."""
     for dim in range(numbers.dim()):
-        apart = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
+        apart = numbers.movedim(dim, 0).flatten(1) if numbers.dim() > 1 else numbers.unsqueeze(1)
         if apart.shape[1] == 0 or bool((apart == apart[:, :1]).all()):
             rows = apart[:, 0] if apart.shape[1] else apart.new_zeros(len(apart))
             return Owners(dim, rows.contiguous())

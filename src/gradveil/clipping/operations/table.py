@@ -209,12 +209,17 @@ def named(names: str, *places: Any) -> set[Any]:
     return {getattr(place, name) for name in names.split() for place in places if hasattr(place, name)}
 
 
+def writes_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 # Operations that broadcast: a parameter may come in as one copy for each example.
 BROADCASTING: set[Any] = named(
     "add sub mul div true_divide rsub pow maximum minimum where lerp addcmul addcdiv fmod remainder atan2 hypot "
     "logaddexp __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ "
     "__itruediv__ __pow__ __rpow__ __ipow__ add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ __div__ __rdiv__ __idiv__ "
-    "masked_fill copysign xlogy multiply subtract divide",
+    "copysign xlogy multiply subtract divide",
     torch,
     T,
 ) | {F.scaled_dot_product_attention}
@@ -228,8 +233,10 @@ PLAIN = named(
     "size dim numel nelement is_floating_point is_complex stride is_contiguous __len__ ndimension element_size "
     "__hash__ __format__ __repr__ is_signed is_inference _is_view requires_grad_ retain_grad __deepcopy__ "
     "is_same_size is_set_to untyped_storage storage_offset is_neg is_conj get_device data_ptr detach detach_ storage "
-    "register_hook is_shared backward item tolist numpy __array__ __bool__ __reduce_ex__ dim_order __contains__",
+    "register_hook is_shared backward item tolist numpy __array__ __bool__ __reduce_ex__ dim_order __contains__ "
+    "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like",
     T,
+    torch,
 ) | {
     attribute.__get__
     for attribute in named(

@@ -32,7 +32,7 @@ from gradveil.clipping.operations.decompositions import DECOMPOSED, RECURRENT
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Record, Site, copy_of
 from gradveil.clipping.operations.recurrent import RecurrentTap
-from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, finds_rows, is_number
+from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, finds_rows, is_number, is_packing
 from gradveil.clipping.operations.sources import Lookup, Region, Source, leaf_like, mark_of_a_pass
 from gradveil.clipping.operations.table import (
     BATCHED_PRODUCTS,
@@ -43,6 +43,7 @@ from gradveil.clipping.operations.table import (
     LOOKUPS,
     PLAIN,
     LayerOperation,
+    writes_in_place,
 )
 from gradveil.clipping.own_loss import OWN as OWN_LOSSES
 from gradveil.clipping.own_loss import cross_entropy
@@ -146,6 +147,8 @@ class Operations(TorchFunctionMode):
         decomposed = DECOMPOSED.get(func)
         if decomposed is not None:
             if func in RECURRENT:  # whose many small steps take no parameter but through call()
+                if self.is_of_constants(func, args, kwargs):
+                    return self.operate(func, args, kwargs)
                 return decomposed(self, *tree_map(self.as_data, tuple(args[:2])), *args[2:], **kwargs)
             with self:
                 found = decomposed(self, *args, **kwargs)
@@ -162,6 +165,14 @@ class Operations(TorchFunctionMode):
     def as_data(self, t: Any) -> Any:
         """What is tracked, in a batch of one: that example's own copy."""
         return t
+
+    def is_of_constants(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation that is made of others takes parameters and constants alone."""
+        tracked, others = self.parts(func, args, kwargs)
+        return self.are_constant(others, self.place(("inputs", func), tracked))
+
+    def are_constant(self, others: Sequence[Tensor], place: tuple[Base, int]) -> bool:
+        raise NotImplementedError
 
     def tap_steps(
         self, like: Tensor, weight: Tensor, bias: Tensor | None, time: int, backwards: bool
@@ -197,7 +208,7 @@ class Operations(TorchFunctionMode):
 
     def register(self, func: Any, args: Any, result: Any, place: tuple[Base, int], parents: Sequence[Source]) -> None:
         """Follow the results of an operation on parameters and constants; of one in place, its first argument."""
-        in_place = _writes_in_place(func) and isinstance(args[0], Tensor)
+        in_place = writes_in_place(func) and isinstance(args[0], Tensor)
         found = [args[0]] if in_place else [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for number, t in enumerate(found):
             if self.is_followed(t) and (in_place or id(t) not in self.known):  # not what it was given
@@ -209,11 +220,6 @@ class Operations(TorchFunctionMode):
     def derived(self, func: Any, args: Any, t: Tensor, key: int, parents: Sequence[Source]) -> Source:
         slots = tuple(dict.fromkeys(slot for parent in parents for slot in parent.slots))
         return Source(t, key, slots)
-
-
-def _writes_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _is_written_in_python(func: Any) -> bool:
@@ -266,7 +272,9 @@ class Tracing(Operations):
         if chooses_rows(func, args, kwargs or {}) and isinstance(args[0], Tensor) and id(args[0]) not in self.known:
             self.records[self._selections.place(func, args[0])] = Record([copy_of(args[0])])
             by = [t for t in tree_leaves(args[1:]) if isinstance(t, Tensor)]
-            self.plan.finds_rows |= any(id(t) in self._found or t.dtype is torch.bool for t in by)
+            found = any(id(t) in self._found or t.dtype is torch.bool for t in by)
+            listed = func is Tensor.__getitem__ and isinstance(args[1], list)  # an order that Python has found
+            self.plan.finds_rows |= found or listed or is_packing(func)
         result = super().look(func, args, kwargs)
         if finds_rows(func, args):
             self._found |= {id(t): t for t in tree_leaves(result)}
@@ -292,6 +300,12 @@ class Tracing(Operations):
         if record.derived:
             self.register(func, args, result, place, tracked)
         return result
+
+    def are_constant(self, others: Sequence[Tensor], place: tuple[Base, int]) -> bool:
+        record = self.records[place] = Record([copy_of(t) for t in others])
+        site = self.plan.get(*place)
+        record.derived = site.kind == "derived" if site is not None else self._looks_constant(others)
+        return record.derived
 
     def _looks_constant(self, others: Sequence[Tensor]) -> bool:
         """What is taken to be derived until it is known: it would take one more round of runs for each operation."""
@@ -326,6 +340,10 @@ class Tracking(Operations):
         self.rows_of_losses = current.rows
         if clipper.plan.routed and current.rows > 1:
             self.routes = Routes(clipper.plan, current.rows)
+
+    def are_constant(self, others: Sequence[Tensor], place: tuple[Base, int]) -> bool:
+        site = self.plan.get(*place)
+        return not others or (site is not None and site.kind == "derived" and self.current.rows > 1)
 
     def again_later(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be run again in the backward pass as it is run now."""
@@ -399,6 +417,8 @@ class Tracking(Operations):
         given_weights = (weight is None or id(weight) in known or not weight.requires_grad) and (
             bias is None or id(bias) in known or not bias.requires_grad
         )
+        if (weight is not None and weight.is_complex()) or x.is_complex():
+            given_weights = False  # rules are for real numbers
         owned = self.owners([x])
         if owned is not None and given_weights and sources and weight is not None:
             unit = self.clipper.unit_for(op, statics, sources, weight, bias)
@@ -538,6 +558,8 @@ class Tracking(Operations):
             source = self.known.get(id(t)) if isinstance(t, Tensor) else None
             return self.alias(source.slots[0]) if source is not None and source.is_parameter else t
 
+        if writes_in_place(func):
+            self._check_write(func, args[0], tracked)
         with no_saved_tensor_hooks():
             given, named = tree_map(inner, (tuple(args), dict(kwargs)))
             result = func(*given, **named)
@@ -546,6 +568,14 @@ class Tracking(Operations):
                 return source.tensor  # there was nothing to do
         self.register(func, given, result, place, tracked)
         return result
+
+    def _check_write(self, func: Any, t: Any, tracked: Sequence[Source]) -> None:
+        """Refuse a write to what shares its memory with another tensor that is followed: that one would not know."""
+        if not isinstance(t, Tensor):
+            return
+        shares = t._is_view() or any(source.tensor._base is t for source in self.known.values())
+        if shares and getattr(func, "__name__", "") != "__setitem__":
+            raise self.refusal(func, tracked, "it writes to a view, or to what has views", "Make a new tensor instead")
 
     def derived(self, func: Any, args: Any, t: Tensor, key: int, parents: Sequence[Source]) -> Source:
         found = super().derived(func, args, t, key, parents)
