@@ -175,7 +175,34 @@ def test_rows_whose_owners_are_lost_are_refused_by_name():
         return pooled(m, x) + 0 * h.sum()
 
     follow(model := routed(forward))
-    with pytest.raises(
-        UnsupportedModelError, match=r"linear\(\) uses parameter 'experts.0.0.weight'.*Keep the examples"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"linear\(\) uses parameter 'experts.0.0.weight'.*not known whose"):
         model(torch.randn(B, T, D).double())
+
+
+@pytest.mark.parametrize("how", ["list", "tensor"])
+def test_a_model_that_sorts_after_first_batches_in_order(how):
+    """What is unknown of rows after an operation that does not keep them apart is not taken from the first batches."""
+
+    def forward(m, x, n):
+        order = sorted(range(len(x)), key=lambda i: -int(n[i])) if how == "list" else n.argsort(descending=True)
+        back = sorted(range(len(x)), key=lambda i: order[i]) if how == "list" else order.argsort()
+        h = m.experts[0](torch.tanh(m.gate(x))[order] @ m.up[0, :E]) * (torch.arange(T) < n[order][:, None])[..., None]
+        return m.head(h.sum(1)[back])
+
+    model = routed(forward)
+    plain = copy.deepcopy(model)
+    clipper = follow(model, bound=0.3)
+    for n in (torch.full((B,), T), torch.full((B,), T), torch.tensor([1, 4, 2, 5, 3, 1])):
+        like_the_reference(clipper, plain, torch.randn(B, T, D).double(), n)
+
+
+def test_packed_sequences_after_first_batches_of_equal_lengths():
+    def forward(m, x, n):
+        packed = pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False)
+        return m.head(pad_packed_sequence(m.cell(packed)[0], batch_first=True, total_length=T)[0].sum(1))
+
+    model = Made(forward, cell=nn.GRU(D, 3, batch_first=True), head=nn.Linear(3, 2)).double()
+    plain = copy.deepcopy(model)
+    clipper = follow(model, bound=0.3)
+    for n in (torch.full((B,), T), torch.full((B,), T), torch.tensor([1, 4, 2, 5, 3, 1])):
+        like_the_reference(clipper, plain, torch.randn(B, T, D).double(), n)

@@ -188,7 +188,8 @@ class SpotChecks:
         raise UnsupportedModelError(
             f"the model mixes examples in its backward pass: the gradient of one example {finding}. Look for hooks on "
             "activations or modules that change gradients by statistics of the batch, and for autograd functions of "
-            "your own that do; normalise within each example instead."
+            "your own that do; normalise within each example instead. (It is also seen where the model arranges its "
+            "examples otherwise than in the first batch, by their length, say.)"
         )
 
     def _check_layout(self, args: Any, kwargs: Any) -> None:

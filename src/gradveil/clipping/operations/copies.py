@@ -65,13 +65,13 @@ def broadcast(
     *,
     least: int,
 ) -> Any:
-    """The operation on copies, or None where the batch is among its last ``least - 1`` dimensions, or in several."""
+    """The operation on copies. NotImplemented: the batch is among its last ``least - 1`` dimensions, or in several."""
     align: Callable[[Tensor], Tensor] | None
     if tracking.current.rows == 1:
         align = _only
     else:
         align = _aligned_with(func, args, site, others, tracking.current.rows, least)
-    return None if align is None else _with_copies(tracking, func, args, kwargs, align)
+    return NotImplemented if align is None else _with_copies(tracking, func, args, kwargs, align)
 
 
 class _DoesNotFit(Exception):
@@ -120,7 +120,7 @@ def _aligned(from_right: int, size: int, place: Callable[[int], Layout | Owners]
 
 
 def routed(tracking: Tracking, func: Any, args: Any, kwargs: Mapping[str, Any], t: Tensor, owners: Owners) -> Any:
-    """The operation on copies, where the rows of ``t`` have owners; None where it does not fit."""
+    """The operation on copies, where the rows of ``t`` have owners; NotImplemented where it does not fit."""
     align = partial(_aligned, owners.dim - t.dim(), t.shape[owners.dim], lambda dim: Owners(dim, owners.rows))
     return _with_copies(tracking, func, args, kwargs, align)
 
@@ -135,7 +135,7 @@ def _with_copies(
     try:
         args, kwargs = tree_map(copied, (tuple(args), dict(kwargs)))
     except _DoesNotFit:
-        return None
+        return NotImplemented
     return func(*args, **kwargs)
 
 

@@ -83,6 +83,7 @@ def embedding_bag(
         present = steps < (ends - starts).unsqueeze(1)
         places = (starts.unsqueeze(1) + steps).clamp(max=len(input) - 1)
         input = input[places].masked_fill(~present, 0)
+        ops.own_in_order(input)
         per_sample_weights = per_sample_weights[places] if per_sample_weights is not None else None
     if padding_idx is not None:
         present = present & (input != padding_idx % len(weight))

@@ -69,6 +69,14 @@ SELECTING: set[Any] = {
     *named("_pack_padded_sequence", torch),
 }
 _SPLITTING: set[Any] = named("split chunk tensor_split split_with_sizes", torch, T)
+_REDUCING: set[Any] = named("sum mean amax amin max min logsumexp std var norm prod any all cumsum argmax", torch, T)
+# What takes rows back to where they came from: the result is as its first argument was.
+_RETURNING: set[Any] = named(
+    "index_add index_add_ index_put index_put_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ "
+    "scatter_reduce scatter_reduce_ masked_scatter masked_scatter_ index_reduce __setitem__",
+    torch,
+    T,
+)
 _PACKING: set[Any] = named("_pack_padded_sequence", torch)
 _UNPACKING: set[Any] = named("_pad_packed_sequence", torch)
 # Each row of the result is made of the same row of what is given.
@@ -89,8 +97,9 @@ ROWWISE: set[Any] = (
         torch,
         T,
     )
-    | {T.mT.__get__}  # type: ignore[attr-defined]
+    | {T.mT.__get__, torch.matmul, T.matmul, T.__matmul__}  # type: ignore[attr-defined]
 )
+_PRODUCTS: set[Any] = {torch.matmul, T.matmul, T.__matmul__}
 _VIEWS: set[Any] = named(
     "transpose view reshape flatten unflatten unsqueeze squeeze chunk split narrow unbind", torch, T
 )
@@ -102,14 +111,23 @@ class Routes:
     def __init__(self, plan: Plan, rows: int) -> None:
         self._plan, self._batch = plan, rows
         self._of: Any = WeakIdKeyDictionary()
+        self._lost: Any = WeakIdKeyDictionary()  # tensors with rows that are no longer known to be whose
         self._selected: dict[Base, dict[int, Tensor]] = {}
 
     def of(self, t: Any) -> Owners | None:
         found: Owners | None = self._of.get(t) if isinstance(t, Tensor) else None
         return found
 
+    def is_lost(self, t: Tensor) -> bool:
+        return t in self._lost
+
     def set(self, t: Tensor, owners: Owners) -> None:
         self._of[t] = owners
+
+    def set_in_order(self, t: Tensor) -> None:
+        if len(t) == self._batch:
+            self._of[t] = Owners(0, torch.arange(self._batch, device=t.device))
+            self._lost.pop(t, None)
 
     def place(self, func: Any, x: Tensor) -> tuple[Base, int]:
         """Of a selection: where in the model's code it stands, and of which tensor there. (An expert that gets no token
@@ -126,19 +144,38 @@ class Routes:
         out = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not out or self.of(out[0]) is not None:
             return
-        if func in SELECTING and isinstance(args[0], Tensor):
-            if self._is_selection(func, args, kwargs):
-                self._select(func, args, kwargs, result)
-                return
+        if func in SELECTING and isinstance(args[0], Tensor) and self._is_selection(func, args, kwargs):
+            self._select(func, args, kwargs, result)
         elif func in (torch.cat, torch.concat):
             self._cat(args, kwargs, out[0])
-            return
         elif func in _UNPACKING and (packed := self.of(args[0])) is not None:
             dim = 0 if args[2] else 1
             self._of[out[0]] = Owners(dim, packed.rows[: out[0].shape[dim]])
-            return
-        if func in ROWWISE or func is T.__getitem__:
+        elif func in ROWWISE or func in _REDUCING or func is T.__getitem__:
             self._follow(func, args, kwargs, out)
+        self._lose(func, args, kwargs, out)
+
+    def _lose(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Sequence[Tensor]) -> None:
+        """Note results whose rows are no longer known to be whose: the plan does not know either."""
+        rest = [t for t in out if t.dim() and t not in self._of]
+        if not rest:
+            return
+        given = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
+        if func in _RETURNING:
+            given = given[:1]
+        elif func in SELECTING:
+            given = given[:1]  # where rows are taken from; the index only says which
+        if any(t in self._lost or ((o := self.of(t)) is not None and not self._in_order(o)) for t in given):
+            for t in rest:
+                self._lost[t] = True
+
+    def _in_order(self, owners: Owners) -> bool:
+        """Whether the rows are the examples', each with as many, in their order: as a plan has them."""
+        rows = owners.rows
+        if len(rows) % self._batch:
+            return False
+        own = torch.arange(self._batch, device=rows.device)
+        return torch.equal(rows, own.repeat_interleave(len(rows) // self._batch))
 
     def _is_selection(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether rows are chosen: by a tensor, or of a tensor whose rows have owners."""
@@ -146,7 +183,7 @@ class Routes:
 
     def _select(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         x = args[0]
-        owners = self.of(x) or self._planned(func, x)
+        owners = self.of(x) or (self._planned(func, x) if x not in self._lost else None)
         if owners is None:
             return
         shape = [1] * x.dim()
@@ -186,9 +223,13 @@ class Routes:
         x, owners = owned[0]
         if any(not _same(owners, other) for _, other in owned[1:]):
             return
+        if func in _PRODUCTS and (x is not args[0] or owners.dim >= x.dim() - 1):
+            return  # summed over, or of another factor
         if func in _SPLITTING and sum(t.shape[owners.dim] for t in out) == len(owners.rows) and len(out) > 1:
             for t, rows in zip(out, owners.rows.split([t.shape[owners.dim] for t in out]), strict=True):
                 self._of[t] = Owners(owners.dim, rows)
+            return
+        if func in _REDUCING and not _reduces_after(owners.dim, x.dim(), args, kwargs):
             return
         for t in out:
             aligned = t.dim() - x.dim() + owners.dim if func in BROADCASTING else owners.dim
@@ -212,6 +253,13 @@ class Routes:
             self._of[out] = known[0]
 
 
+def _reduces_after(dim: int, dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a reduction is over dimensions behind this one."""
+    over = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    over = [over] if isinstance(over, int) else over
+    return isinstance(over, list | tuple) and all(isinstance(d, int) and d % dims > dim for d in over)
+
+
 def chooses_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation chooses from a tensor by another one."""
     if func not in SELECTING:
@@ -222,7 +270,7 @@ def chooses_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return True
 
 
-_FINDING: set[Any] = named("nonzero", torch, T)
+_FINDING: set[Any] = named("nonzero argsort sort msort topk unique", torch, T)
 
 
 def is_packing(func: Any) -> bool:

@@ -195,6 +195,11 @@ class Operations(TorchFunctionMode):
             return None
         return next(((t, found) for t in others if (found := self.routes.of(t)) is not None), None)
 
+    def own_in_order(self, t: Tensor) -> None:
+        """The rows of a tensor are the examples' (of bags: there is one for each)."""
+        if self.routes is not None:
+            self.routes.set_in_order(t)
+
     def own(self, t: Tensor, like: Tensor, dim: int) -> None:
         """The rows of a tensor along a dimension have the owners of the first rows of another."""
         if self.routes is not None and (found := self.routes.of(like)) is not None:
@@ -364,10 +369,11 @@ class Tracking(Operations):
         if layer is not None:
             return self._layer(func, layer, args, kwargs)
         tracked, others = self.parts(func, args, kwargs)
+        self._refuse_lost(func, tracked, others)
         owned = self.owners(others)
         if owned is not None:
-            found = copies.routed(self, func, args, kwargs, *owned) if func in BROADCASTING else None
-            if found is not None:
+            found = copies.routed(self, func, args, kwargs, *owned) if func in BROADCASTING else NotImplemented
+            if found is not NotImplemented:
                 return found
             raise self.refusal(func, tracked, "its rows were chosen by what is in them, and it has no rule", _AN_OTHER)
         place = self.place(func, tracked)
@@ -385,8 +391,19 @@ class Tracking(Operations):
         elif func in BATCHED_PRODUCTS:
             found = copies.broadcast(self, func, args, kwargs, site, others, least=3)
         else:
-            found = None
-        return found if found is not None else last_resort.run(self, func, args, kwargs, site, tracked, others)
+            found = NotImplemented
+        return (
+            found if found is not NotImplemented else last_resort.run(self, func, args, kwargs, site, tracked, others)
+        )
+
+    def _refuse_lost(self, func: Any, tracked: Sequence[Source], others: Sequence[Tensor]) -> None:
+        if self.routes is not None and any(map(self.routes.is_lost, others)):
+            raise self.refusal(
+                func,
+                tracked,
+                "its rows were chosen by what is in them, and after other operations it is not known whose they are",
+                "Take them back to the batch's order (index_add, or the inverse of the order) first",
+            )
 
     def site(self, func: Any, place: tuple[Base, int], tracked: Sequence[Source], others: Sequence[Tensor]) -> Site:
         """What is known of an operation, or taken to be until it is (see Clipper._late)."""
@@ -419,6 +436,7 @@ class Tracking(Operations):
         )
         if (weight is not None and weight.is_complex()) or x.is_complex():
             given_weights = False  # rules are for real numbers
+        self._refuse_lost(func, sources, [x])
         owned = self.owners([x])
         if owned is not None and given_weights and sources and weight is not None:
             unit = self.clipper.unit_for(op, statics, sources, weight, bias)
