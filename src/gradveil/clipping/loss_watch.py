@@ -212,9 +212,9 @@ class LossWatch:
                 "that was computed outside of it, such as how many labels of the batch count: one example then changes "
                 "the gradients of the others. Use a plain sum, or divide by a Python number that is fixed in advance."
             )
-        if 1.0 in factors[:2]:
+        if not factors or 1.0 in factors[:2]:
             return
-        if not factors or factors[0] is None:
+        if factors[0] is None:
             raise CannotReplay("it does not run on half of the batch")
         if factors[2] == 1.0:
             self._counted.add(self._rows)

@@ -78,11 +78,19 @@ class SpotChecks:
         uniform = (secrets.randbits(53) + 1) / (1 << 53)
         return 1 + math.floor(math.log(uniform) / math.log1p(-chance)) if chance > 0 else math.inf
 
-    def _is_due(self, given: Any) -> bool:
-        self._batches += 1
+    def _is_new(self, given: Any) -> bool:
+        """Whether examples of these shapes come up for the first time, and few others have."""
+        if len(self._shapes) >= _SHAPES:
+            return False
         shapes = tuple([t.shape[1:] for t in tree_leaves(given) if isinstance(t, Tensor)])
-        if shapes not in self._shapes and len(self._shapes) < _SHAPES:
+        new = shapes not in self._shapes
+        if new:
             self._shapes.add(shapes)
+        return new
+
+    def _is_due(self, *, new: bool) -> bool:
+        self._batches += 1
+        if new:
             return True
         if self._first > 0 and self._tries > 0:
             return True
@@ -122,7 +130,8 @@ class SpotChecks:
         self._look_at_modes()
         if self._loss.status == "refused":
             self._look_again()
-        if self._whole or rows < 2 * self._views or not self._is_due((args, kwargs)):
+        new = rows >= 2 * self._views and self._is_new((args, kwargs) if len(args) != 1 or kwargs else args[0])
+        if self._whole or rows < 2 * self._views or not self._is_due(new=new):
             return
         self._waiting, self._tries = True, self._tries - 1
         self._check_layout(args, kwargs)
@@ -246,7 +255,7 @@ class SpotChecks:
                 "what the step does with other examples cannot be checked. Pass the batch as arguments: "
                 "engine.run_step(loss_fn, *batch), with a loss_fn that computes everything from them."
             )
-        if rows < 2 or not self._is_due(batch):
+        if rows < 2 or not self._is_due(new=self._is_new(batch)):
             return
         comparison = Comparison(self._module, rehearse, lambda index: with_rows(batch, rows, index), rows)
         with self._timed():
