@@ -159,8 +159,8 @@ def prepare(model: nn.Module) -> tuple[nn.Module, bool]:
     return (gradveil.fix(model) if fixed else model), fixed
 
 
-def examine(make: Callable[[], Made]) -> dict[str, Any]:
-    """One network: what is found, for the results file."""
+def examine(make: Callable[[], Made], ran: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """One network: what is found, for the results file. ``ran`` is called when it has run without gradveil."""
     torch.manual_seed(0)
     found: dict[str, Any] = {}
     try:
@@ -208,6 +208,7 @@ def examine(make: Callable[[], Made]) -> dict[str, Any]:
         return found | {"status": "not installed" if missing else "not runnable", "message": str(error)}
     except Exception as error:
         return found | {"status": "not runnable", "message": last_line(error)}
+    ran()
     tolerance = TOLERANCE * (10 if inside.seen else 1)
     worst = (0.0, "")
     try:
@@ -253,20 +254,24 @@ def alone_in_a_process(make: Callable[[], Made]) -> dict[str, Any]:
         signal.signal(signal.SIGALRM, stop)
         signal.alarm(SECONDS)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        theirs.send(examine(make))
+        theirs.send(examine(make, lambda: theirs.send(None)))
 
     process = get_context("fork").Process(target=work)
     process.start()
     theirs.close()
+    found: dict[str, Any] | None = None
+    failed = {"status": "not runnable", "message": f"does not run within {SECONDS} s without gradveil"}
     try:
-        found = ours.recv() if ours.poll(SECONDS + 30) else {"status": "crashed", "message": "does not end"}
+        while found is None and ours.poll(SECONDS + 30):
+            found = ours.recv()
+            failed = {"status": "crashed", "message": "does not end"}
     except EOFError:
-        found = {"status": "crashed", "message": "the process died"}
+        failed["message"] = "the process died" if failed["status"] == "crashed" else failed["message"]
     if process.is_alive():
         process.join(1)
         process.kill()
     process.join()
-    return dict(found)
+    return found or failed
 
 
 def main() -> None:
