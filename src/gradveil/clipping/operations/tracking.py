@@ -588,8 +588,10 @@ class Tracking(Operations):
         return result
 
     def _check_write(self, func: Any, t: Any, tracked: Sequence[Source]) -> None:
-        """Refuse a write to what shares its memory with another tensor that is followed: that one would not know."""
-        if not isinstance(t, Tensor):
+        """Refuse a write that brings another parameter into memory that several tensors share: they would not know."""
+        own = self.known.get(id(t))
+        slots = {slot for source in tracked for slot in source.slots}
+        if not isinstance(t, Tensor) or (own is not None and slots <= set(own.slots)):
             return
         shares = t._is_view() or any(source.tensor._base is t for source in self.known.values())
         if shares and getattr(func, "__name__", "") != "__setitem__":
