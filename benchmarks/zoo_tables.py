@@ -31,6 +31,8 @@ def zoo_counts() -> str:
         f"\n\nNot counted: {skipped} configurations that do not run at these sizes without gradveil, and "
         f"{len(mixing)} that mix examples and are refused for it: {', '.join(f'`{name}`' for name in mixing)}."
     )
+    if "note" in found:
+        note += f" The results were {found['note']}."
     return table(["library", "networks", *STATUSES], rows) + note
 
 
