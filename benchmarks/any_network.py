@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import gradveil
-from gradveil.sampling import Ticket
+from gradveil.mechanism.sampling import Ticket
 
 CLASSES = 10
 

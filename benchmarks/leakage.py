@@ -29,15 +29,15 @@ import torch
 from machine import description
 from torch.nn import functional as F
 
-from gradveil import data
 from gradveil.attacks.attack import full_precision
 from gradveil.attacks.matching import CPL
 from gradveil.attacks.observe import observe
 from gradveil.attacks.pictures import Line, draw_grid
 from gradveil.attacks.trial import Outcome, Trial, run
 from gradveil.attacks.untrained import untrained
-from gradveil.data import DataSet
 from gradveil.experiments.leakage import ATTACKS, SETS, STRATEGIES
+from gradveil.training import data
+from gradveil.training.data import DataSet
 
 SHOWN = 5  # victims
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from machine import description, write
 
-from gradveil import ledger as ledgers
-from gradveil.ledger import Ledger
-from gradveil.records import Release, RunHeader
-from gradveil.strategies import parameters
+from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.ledger import Ledger
+from gradveil.mechanism.records import Release, RunHeader
+from gradveil.mechanism.strategies import parameters
 
 
 def made(groups: int, count: int) -> tuple[RunHeader, list[Release]]:

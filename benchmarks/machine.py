@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradveil.kernels import cuda, layers, native
+from gradveil.clipping.backends import cuda, layers, native
 
 ROOT = Path(__file__).resolve().parent.parent
 

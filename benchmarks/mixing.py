@@ -29,8 +29,8 @@ from machine import description, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.clipping.independence import check_model
-from gradveil.clipping.loss_watch import LossWatch
+from gradveil.clipping.validation.loss_watch import LossWatch
+from gradveil.clipping.validation.mixing import check_model
 from gradveil.errors import UnsupportedModelError
 
 ROWS, FEATURES, HIDDEN, CLASSES = 16, 8, 32, 4

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from gradveil.config import RunConfig
-from gradveil.training import train
-from gradveil.version import __version__
+from gradveil import __version__
+from gradveil.training.config import RunConfig
+from gradveil.training.loop import train
 
 RUNS: dict[str, dict[str, Any]] = {
     "non-private": {"strategy": "non-private"},

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import Workload
 
 import gradveil
-from gradveil.kernels import layers, native
-from gradveil.sampling import Ticket
+from gradveil.clipping.backends import layers, native
+from gradveil.mechanism.sampling import Ticket
 
 Step = Callable[[], float | None]
 

@@ -25,9 +25,9 @@ import torch
 from machine import description
 from torch import Tensor
 
-from gradveil import data, features
 from gradveil.accounting import Setting, Target, calibrate_sigma
-from gradveil.features.balanced import BalancedScattering, balance_of, opponent
+from gradveil.training import data, features
+from gradveil.training.features.balanced import BalancedScattering, balance_of, opponent
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 AVERAGES = (0.0, 0.95, 0.99)

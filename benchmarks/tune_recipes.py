@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from machine import description
 
-from gradveil.config import RunConfig
-from gradveil.inputs import Inputs, prepare
-from gradveil.training import train
+from gradveil.training.config import RunConfig
+from gradveil.training.inputs import Inputs, prepare
+from gradveil.training.loop import train
 
 
 def main() -> None:

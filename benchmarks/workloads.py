@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.models import paper_cnn, paper_mlp
+from gradveil.training.models import paper_cnn, paper_mlp
 
 
 def cnn(channels: int, size: int, classes: int) -> nn.Module:

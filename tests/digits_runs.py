@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from gradveil.config import RunConfig
-from gradveil.rundir import RunDirectory
-from gradveil.training import train
+from gradveil.training.config import RunConfig
+from gradveil.training.loop import train
+from gradveil.training.run_directory import RunDirectory
 
 SEED = 918273645
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradveil
-from gradveil.release import Releaser
+from gradveil.mechanism.release import Releaser
 
 N, CLASSES = 60, 3
 

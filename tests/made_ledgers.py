@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from gradveil.accounting.ledger import Ledger
 from gradveil.engine import PrivacyEngine
-from gradveil.ledger import Ledger
-from gradveil.records import Release, RunHeader, SideRelease
-from gradveil.schedules import from_dict
-from gradveil.strategies import parameters
+from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.schedules import from_dict
+from gradveil.mechanism.strategies import parameters
 from made_records import release_at
 
 COUNTS = SideRelease(name="within-bound counts", values=(1.25, -7.5e-3), sensitivity=2**-0.5, noise_std=15.0)

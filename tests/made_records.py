@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 
 
 def release_at(header: RunHeader, step: int, *, sigma: float, clip: float, **changes: Any) -> Release:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from gradveil import training
-from gradveil.config import RunConfig
+from gradveil.training import loop as training
+from gradveil.training.config import RunConfig
 
 TINY = {"dataset": "digits", "steps": 6, "batch_size": 64, "lr": 0.1, "clip": 1.0, "sigma": 3.0}
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from gradveil import features, training
-from gradveil.augment import _bits, fixed_views, mirrored, views_of
-from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
-from gradveil.inputs import prepare
+from gradveil.training import features
+from gradveil.training import loop as training
+from gradveil.training.augment import _bits, fixed_views, mirrored, views_of
+from gradveil.training.config import RunConfig
+from gradveil.training.inputs import prepare
 
 
 def images(n=6, c=2, height=5, width=7):

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil import ledger as ledgers
+from gradveil.accounting import ledger as ledgers
+from gradveil.engine.guards import AwaitedRelease
 from gradveil.errors import BudgetExhausted, LedgerError, PrivacyViolation, RunDirectoryError
-from gradveil.guards import AwaitedRelease
 from loops import run, start, weights
 
 
@@ -70,7 +70,7 @@ def test_the_ledger_is_on_disk_before_weights_or_statements_are_handed_out(tmp_p
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
-    monkeypatch.setattr("gradveil.ledger._SYNC_AFTER", 1e9)
+    monkeypatch.setattr("gradveil.accounting.ledger._SYNC_AFTER", 1e9)
     hand_outs = [model.state_dict, lambda: copy.deepcopy(model), lambda: pickle.dumps(model), engine.statement]
     for steps, hand_out in enumerate(hand_outs, start=1):
         step_once(model, opt, loader)
@@ -89,10 +89,10 @@ import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from loops import start, run
 def train():
     run(*start(run_dir={str(tmp_path / "run")!r}, steps=3))
-import gradveil.ledger, itertools
-gradveil.ledger._SYNC_AFTER = 1e9
-import gradveil.sampling
-gradveil.sampling.PrivateLoader._finish = property(lambda self: None, lambda self, value: None)
+import gradveil.accounting.ledger, itertools
+gradveil.accounting.ledger._SYNC_AFTER = 1e9
+import gradveil.mechanism.sampling
+gradveil.mechanism.sampling.PrivateLoader._finish = property(lambda self: None, lambda self, value: None)
 train()
 import gc; gc.collect()
 """

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil import strategies
 from gradveil.accounting import proved_epsilon
-from gradveil.bounds import EstimatedBounds, NormalisedBounds
 from gradveil.clipping import Clipper, clipped_sums, make_groups
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import ConfigError
-from gradveil.records import SideRelease
+from gradveil.mechanism import strategies
+from gradveil.mechanism.clip_bounds import EstimatedBounds, NormalisedBounds
+from gradveil.mechanism.records import SideRelease
 from loops import dataset, network, run, start
 
 QUIET = {"count_noise": 1.0}  # enough for a test to see what the counts say

@@ -11,9 +11,12 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import gradveil
-from gradveil import captured, device_noise, graph_pieces, randomness
-from gradveil.captured import _per_example
+from gradveil.engine import cuda_graph as captured
+from gradveil.engine import cuda_graph_pieces as graph_pieces
+from gradveil.engine.cuda_graph import _per_example
 from gradveil.errors import ConfigError, PrivacyViolation, UnsupportedModelError
+from gradveil.mechanism.noise import on_device as device_noise
+from gradveil.mechanism.noise import streams as randomness
 from loops import dataset
 
 

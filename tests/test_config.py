@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
+from gradveil.training.config import RunConfig
 
 # Digests that checkpoints of earlier versions carry.
 EARLIER = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradveil
-from gradveil import strategies
+from gradveil.mechanism import strategies
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import gradveil
-from gradveil import strategies
 from gradveil.accounting import proved_epsilon
 from gradveil.clipping import clipped_sums
 from gradveil.errors import (
@@ -23,6 +22,7 @@ from gradveil.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
+from gradveil.mechanism import strategies
 from loops import N, dataset, in_double, network, run, start, weights, without_noise
 
 

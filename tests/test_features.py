@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil import features
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.features import BalancedScattering, Scattering
-from gradveil.features.balanced import opponent
-from gradveil.features.drawings import draw
+from gradveil.training import features
+from gradveil.training.features import BalancedScattering, Scattering
+from gradveil.training.features.balanced import opponent
+from gradveil.training.features.drawings import draw
 
 SHAPES = {(1, 28, 28): (81, 7, 7), (3, 32, 32): (243, 8, 8), (1, 8, 8): (81, 2, 2), (2, 30, 17): (162, 7, 4)}
 

@@ -23,11 +23,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from gradveil import ledger as ledgers
 from gradveil.accounting import from_releases, proved_epsilon
-from gradveil.config import RunConfig
+from gradveil.accounting import ledger as ledgers
 from gradveil.errors import GradveilError, LedgerError, RunDirectoryError
-from gradveil.rundir import RunDirectory
+from gradveil.training.config import RunConfig
+from gradveil.training.run_directory import RunDirectory
 
 SEED = 918273645
 REFUSED = 77  # exit status of a process that ended with a gradveil error
@@ -44,7 +44,14 @@ KILLS = {"dyn-sigma": 36, "quantile-clip": 12, "adaclip": 12}
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # torch._dynamo and torch._refs are what torch itself loads at the first optimizer and the first model.
-    loaded = ["gradveil.training", "gradveil.accounting", "sklearn.datasets", "torch._dynamo", "torch._refs", "pytest"]
+    loaded = [
+        "gradveil.training.loop",
+        "gradveil.accounting",
+        "sklearn.datasets",
+        "torch._dynamo",
+        "torch._refs",
+        "pytest",
+    ]
     context.set_forkserver_preload(loaded)
     return context
 
@@ -75,8 +82,8 @@ def _die_at(count: int) -> None:
 def _process(settings: Mapping[str, Any], where: Path, fresh: bool, die_at: int | None) -> None:
     """The whole life of one training process."""
     torch.set_num_threads(1)
-    from gradveil import training
     from gradveil.engine import PrivacyEngine
+    from gradveil.training import loop as training
 
     # The closing statement can take minutes (PLD, another sigma at every step); the test has its own below.
     PrivacyEngine.statement = lambda self: None  # type: ignore[method-assign,assignment,return-value]

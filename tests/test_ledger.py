@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gradveil import _ledger_lines as lines
-from gradveil import ledger as ledgers
+from gradveil.accounting import _ledger_lines as lines
+from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.ledger import Ledger
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import ConfigError, LedgerError, RunDirectoryError
-from gradveil.ledger import Ledger
 from made_ledgers import COUNTS, live_engine, make_header, make_release, take_steps, write
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gradveil import _ledger_lines as lines
-from gradveil import ledger as ledgers
+from gradveil.accounting import _ledger_lines as lines
+from gradveil.accounting import ledger as ledgers
 from gradveil.accounting import proved_epsilon, statement
+from gradveil.accounting.ledger import Ledger
 from gradveil.errors import LedgerError
-from gradveil.ledger import Ledger
-from gradveil.rundir import RunDirectory
+from gradveil.training.run_directory import RunDirectory
 from made_ledgers import COUNTS, live_engine, make_header, make_release, take_steps, write
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from gradveil import _ledger_file, _ledger_lines
-from gradveil import ledger as ledgers
+from gradveil.accounting import _ledger_file, _ledger_lines
+from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.ledger import Ledger
 from gradveil.errors import LedgerError, PrivacyViolation
-from gradveil.ledger import Ledger
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 from made_ledgers import make_header, make_release, write
 
 OURS = {ledgers.__file__, _ledger_file.__file__, _ledger_lines.__file__}
@@ -227,7 +227,7 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from made_ledgers import make_header, make_release
-from gradveil.ledger import Ledger
+from gradveil.accounting.ledger import Ledger
 header = make_header(steps=200)
 ledger = Ledger(header, Path({str(path)!r}))
 for step in range(100):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gradveil import ledger as ledgers
+from gradveil.accounting import ledger as ledgers
 from gradveil.accounting import proved_epsilon
+from gradveil.accounting.ledger import Ledger
 from gradveil.errors import LedgerError
-from gradveil.ledger import Ledger
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 from made_ledgers import COUNTS, make_header, make_release
 
 

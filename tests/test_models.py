@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.data import CATALOGUE, load
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.models import (
+from gradveil.training.data import CATALOGUE, load
+from gradveil.training.models import (
     ACTIVATIONS,
     KINDS,
     build,

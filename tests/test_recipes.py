@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil import recipes, strategies
 from gradveil.cli.train import command as train_command
-from gradveil.config import RunConfig, read_toml
-from gradveil.data import CATALOGUE
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.inputs import inputs_of, prepare
-from gradveil.recipes.average import AveragedModel
-from gradveil.recipes.selection import epsilon_of_search, epsilon_with_search
-from gradveil.recipes.target import TOLERANCE
-from gradveil.rundir import RunDirectory
-from gradveil.training import resume, train
+from gradveil.mechanism import strategies
+from gradveil.training import recipes
+from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.data import CATALOGUE
+from gradveil.training.inputs import inputs_of, prepare
+from gradveil.training.loop import resume, train
+from gradveil.training.recipes.average import AveragedModel
+from gradveil.training.recipes.selection import epsilon_of_search, epsilon_with_search
+from gradveil.training.recipes.target import TOLERANCE
+from gradveil.training.run_directory import RunDirectory
 
 SEED = 5
 PROVED = [name for name in strategies.names() if strategies.get(name).guarantee == "proved"]
@@ -307,7 +308,7 @@ def test_a_recipe_is_accurate_after_a_few_large_steps(name, least, tmp_path):
         pytest.skip(f"{recipe.dataset} is not in the GRADVEIL_DATA directory")
     from dataclasses import replace
 
-    from gradveil import data
+    from gradveil.training import data
 
     whole = data.load(recipe.dataset)
     few = replace(whole, x_train=whole.x_train[:3000], y_train=whole.y_train[:3000], x_test=whole.x_test[:1000],

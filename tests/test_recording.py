@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil import captured, recording, strategies
 from gradveil.attacks import observation
 from gradveil.attacks.from_capture import defence_of, load_capture
 from gradveil.attacks.gradients import VictimGradients
 from gradveil.attacks.inversion import MAP
 from gradveil.attacks.matching import CPL
+from gradveil.engine import cuda_graph as captured
+from gradveil.engine import record_gradients as recording
 from gradveil.errors import ConfigError, DataError, RunDirectoryError, UnknownNameError
+from gradveil.mechanism import strategies
 from loops import CLASSES, network, run, start, weights
 
 SHAPE = (1, 5, 5)

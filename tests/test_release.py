@@ -16,13 +16,13 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil import strategies
-from gradveil.bounds import QuantileBounds, WhitenedBounds
 from gradveil.clipping import Clipper, clipped_sums, make_groups
 from gradveil.engine.step import PrivateStep
-from gradveil.randomness import NoiseSource, SecretKey
-from gradveil.records import Release
-from gradveil.schedules import DECAYS
+from gradveil.mechanism import strategies
+from gradveil.mechanism.clip_bounds import QuantileBounds, WhitenedBounds
+from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
+from gradveil.mechanism.records import Release
+from gradveil.mechanism.schedules import DECAYS
 from loops import dataset, in_double, network, run, start
 
 PRIVATE = [n for n in strategies.names() if n != "non-private"]

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.randomness import SecretKey
-from gradveil.sampling import PrivateLoader, Sampling, check_loader
+from gradveil.mechanism.noise.streams import SecretKey
+from gradveil.mechanism.sampling import PrivateLoader, Sampling, check_loader
 
 
 def test_poisson_batch_sizes_pass_against_the_binomial_and_fail_against_another():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradveil.errors import ConfigError, ScheduleError, UnknownNameError
-from gradveil.schedules import DECAYS, KINDS, Constant, Cyclic, Exponential, Linear, Step, decay, from_dict
+from gradveil.mechanism.schedules import DECAYS, KINDS, Constant, Cyclic, Exponential, Linear, Step, decay, from_dict
 
 starts = st.floats(1e-3, 1e3)
 

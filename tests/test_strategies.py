@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from gradveil import strategies
 from gradveil.errors import ConfigError, ScheduleError, UnknownNameError
-from gradveil.schedules import Constant, Exponential, Linear
-from gradveil.strategies import Strategy, get, names, parameters
+from gradveil.mechanism import strategies
+from gradveil.mechanism.schedules import Constant, Exponential, Linear
+from gradveil.mechanism.strategies import Strategy, get, names, parameters
 
 TABLE = {
     "non-private": ("none", "none", "none", "none"),

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from digits_runs import SEED, Killed, equal, interrupted, killed, settings, tensors
-from gradveil import training
 from gradveil.accounting import from_releases, proved_epsilon
-from gradveil.config import RunConfig, read_toml
+from gradveil.accounting.ledger import Ledger
 from gradveil.errors import BudgetExhausted, ConfigError
-from gradveil.ledger import Ledger
-from gradveil.rundir import RunDirectory
-from gradveil.training import Result, resume, train
+from gradveil.training import loop as training
+from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.loop import Result, resume, train
+from gradveil.training.run_directory import RunDirectory
 
 # ---- repeatable
 

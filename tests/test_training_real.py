@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from gradveil.config import RunConfig
-from gradveil.data import CATALOGUE
-from gradveil.training import train
+from gradveil.training.config import RunConfig
+from gradveil.training.data import CATALOGUE
+from gradveil.training.loop import train
 
 pytestmark = pytest.mark.realdata
 

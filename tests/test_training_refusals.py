@@ -11,8 +11,8 @@ import pytest
 
 from digits_runs import SEED, Killed, interrupted, killed, settings
 from gradveil.errors import GradveilError, LedgerError, RunDirectoryError
-from gradveil.rundir import RunDirectory
-from gradveil.training import resume, train
+from gradveil.training.loop import resume, train
+from gradveil.training.run_directory import RunDirectory
 
 
 def test_a_run_directory_that_exists_is_refused_and_left_alone(tmp_path: Path) -> None:

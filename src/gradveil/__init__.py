@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__version__ = "0.1.0"  # the one place; pyproject.toml reads it
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +19,21 @@ from gradveil.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
-from gradveil.records import Release, RunHeader, SideRelease
-from gradveil.strategies import Strategy
-from gradveil.version import __version__
+from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.strategies import Strategy
 
 if TYPE_CHECKING:
     from gradveil.api import account, attack, check, compare, report, train
-    from gradveil.captured import cuda_graph_step
     from gradveil.clipping import fix
     from gradveil.engine import PrivacyEngine
+    from gradveil.engine.cuda_graph import cuda_graph_step
 
 # Loaded at first use: they import torch, which a command like `gradveil strategies` does not need.
-_LAZY = {"PrivacyEngine": "gradveil.engine", "cuda_graph_step": "gradveil.captured", "fix": "gradveil.clipping"}
+_LAZY = {
+    "PrivacyEngine": "gradveil.engine",
+    "cuda_graph_step": "gradveil.engine.cuda_graph",
+    "fix": "gradveil.clipping",
+}
 _LAZY |= dict.fromkeys(("account", "attack", "check", "compare", "report", "train"), "gradveil.api")
 
 __all__ = [

@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
+from gradveil.mechanism.strategies import SIGMA_END_RATIO
 from gradveil.reports.facts import ATTACKS, PICTURES, RESULT, SECRET
-from gradveil.rundir import write_whole
-from gradveil.strategies import SIGMA_END_RATIO
+from gradveil.training.config import RunConfig
+from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
     from gradveil.accounting import PaperEpsilon, ProvedEpsilon
     from gradveil.attacks.trial import Outcome
     from gradveil.reports.gates import Gate
-    from gradveil.training import Progress, Result
+    from gradveil.training.loop import Progress, Result
 
 Where = str | os.PathLike[str]
 
@@ -50,7 +50,7 @@ def train(
     >>> run.steps, run.statement.proved.neighbours
     (3, 'add-remove')
     """
-    from gradveil import training
+    from gradveil.training import loop as training
 
     config = RunConfig.check(settings)
     where = Path(run_dir) if run_dir is not None else _new_run(config)
@@ -78,8 +78,8 @@ def attack(
     >>> bool(found.score.summary()["psnr_median"] > 30)
     True
     """
-    from gradveil import data
     from gradveil.attacks import trial
+    from gradveil.training import data
 
     if run is None:
         return trial.run(trial.Trial(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
@@ -155,7 +155,7 @@ def account(
     if run is not None:
         if sigma is not None or sample_rate is not None or steps is not None:
             raise ConfigError("a run's ledger says its sigma, sample rate and steps: give the run, or the parameters.")
-        from gradveil.ledger import read
+        from gradveil.accounting.ledger import read
 
         path = Path(run)
         contents = read(path / "ledger.jsonl" if path.is_dir() else path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradveil.records import Release, RunHeader, SideRelease
-from gradveil.schedules import Constant
+from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.schedules import Constant
 from made_records import release_at
 
 

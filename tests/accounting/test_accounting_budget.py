@@ -10,7 +10,7 @@ from accounting_records import make_header, make_release, make_run
 
 from gradveil.accounting import affordable_steps, proved_epsilon
 from gradveil.errors import ConfigError
-from gradveil.schedules import Cyclic, Exponential
+from gradveil.mechanism.schedules import Cyclic, Exponential
 
 
 def after(header, releases, planned, n: int, **view) -> float:

@@ -17,7 +17,7 @@ from gradveil.accounting import (
     proved_curve,
     proved_epsilon,
 )
-from gradveil.accounting._renyi import PROVED_ORDERS, rdp_poisson, tight_epsilons
+from gradveil.accounting._rdp import PROVED_ORDERS, rdp_poisson, tight_epsilons
 from gradveil.errors import ConfigError
 
 SIGMAS = np.geomspace(15, 4, 10_000)

@@ -10,10 +10,10 @@ import pytest
 from accounting_records import make_release, make_run
 
 from gradveil.accounting import affordable_steps, proved_epsilon, statement
-from gradveil.accounting._cells import cells
 from gradveil.accounting._compose import composed_epsilon
-from gradveil.accounting._grid import interval, pad, pld_epsilon, resolves, step_pmfs
 from gradveil.accounting._pld import Mechanism, fixed_size_deltas
+from gradveil.accounting._pld_fft import interval, pad, pld_epsilon, resolves, step_pmfs
+from gradveil.accounting._quantize import cells
 
 NEARLY_ALL = Mechanism(sampler="poisson", rate=1 - 1e-13)
 ALL = Mechanism(sampler="without-replacement", rate=1.0, batch_size=7, population=7)
@@ -42,7 +42,7 @@ def test_small_deltas_are_looked_up_with_a_margin(monkeypatch: pytest.MonkeyPatc
 
     padded = epsilon(2e-9)
     assert pad(100_000) == pytest.approx(1e-10)
-    monkeypatch.setattr("gradveil.accounting._grid.ROUNDING", 0.0)
+    monkeypatch.setattr("gradveil.accounting._pld_fft.ROUNDING", 0.0)
     assert padded == pytest.approx(epsilon(1.9e-9), rel=1e-9)
     assert padded > epsilon(2e-9) * (1 + 1e-4)
 

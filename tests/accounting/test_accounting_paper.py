@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradveil.accounting import at_total_delta, from_releases, paper_curve, paper_epsilons
-from gradveil.accounting._renyi import CLASSIC_ORDERS, PROVED_ORDERS, rdp_poisson
+from gradveil.accounting._rdp import CLASSIC_ORDERS, PROVED_ORDERS, rdp_poisson
 from gradveil.errors import ConfigError
 
 # steps: BaseC (with eps0 cut to .807, which the product does not do), AdvC, OptC, zCDP, MA
@@ -137,7 +137,7 @@ def test_bad_settings_are_refused_with_the_value(sigmas: list[float], rate: floa
 @settings(max_examples=20, deadline=None)
 @given(q=st.floats(1e-4, 0.9), z=st.floats(0.5, 20), order=st.sampled_from([2.0, 3.0, 8.0, 32.0]))
 def test_quadrature_agrees_with_the_finite_sum(q: float, z: float, order: float) -> None:
-    from gradveil.accounting._renyi import _log_moments
+    from gradveil.accounting._rdp import _log_moments
 
     by_quadrature = _log_moments(q, z, np.array([order]), replace=False)
     assert by_quadrature is not None

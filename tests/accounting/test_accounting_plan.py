@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gradveil import strategies
 from gradveil.accounting import calibrate_plan, default_view, proved_epsilon
 from gradveil.accounting import plan as plans
 from gradveil.errors import ConfigError
-from gradveil.records import (
+from gradveil.mechanism import strategies
+from gradveil.mechanism.records import (
     Release,
     RunHeader,
     SideRelease,
@@ -21,7 +21,7 @@ from gradveil.records import (
     planned_multiplier,
     why_unproved,
 )
-from gradveil.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import Parameters, parameters
 from made_records import release_at
 
 PROVED = [name for name in strategies.names() if strategies.get(name).guarantee == "proved"]

@@ -19,10 +19,10 @@ from gradveil.accounting import (
     proved_epsilon,
     spent_by,
 )
-from gradveil.accounting._charges import release_charges
 from gradveil.accounting._compose import parts_of, renyi_steps
-from gradveil.accounting._grid import _composed, _epsilon_at, interval
-from gradveil.accounting._renyi import tight_epsilon
+from gradveil.accounting._events import release_charges
+from gradveil.accounting._pld_fft import _composed, _epsilon_at, interval
+from gradveil.accounting._rdp import tight_epsilon
 
 SLACK = 1 + 1e-6
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradveil.accounting import paper_epsilons, proved_epsilon
-from gradveil.accounting._cells import cells
+from gradveil.accounting._quantize import cells
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.records import SideRelease
-from gradveil.schedules import Exponential, Linear
+from gradveil.mechanism.records import SideRelease
+from gradveil.mechanism.schedules import Exponential, Linear
 
 STEPS = (10_000, 7_996, 6_000, 5_419, 5_000)
 REFERENCE = {

@@ -10,7 +10,7 @@ import pytest
 from accounting_records import make_header, make_release, make_run
 
 from gradveil.accounting import affordable_steps, proved_epsilon, statement
-from gradveil.records import Release, SideRelease
+from gradveil.mechanism.records import Release, SideRelease
 
 NAN, INF = math.nan, math.inf
 FIXED = {"guarantee": "paper-only", "strategy": "dyn-s-l2max"}

@@ -12,8 +12,8 @@ from accounting_records import make_header, make_release, make_run
 
 from gradveil.accounting import affordable_steps, proved_epsilon, reconstruction_bound, statement
 from gradveil.errors import UnknownNameError
-from gradveil.records import Release, RunHeader, SideRelease
-from gradveil.schedules import Constant, Exponential, Linear
+from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.schedules import Constant, Exponential, Linear
 
 
 def flat(text: object) -> str:

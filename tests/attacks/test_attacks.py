@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil import data, models
-from gradveil.accounting.rero import one_step_bound
+from gradveil.accounting.reconstruction_robustness import one_step_bound
 from gradveil.attacks.analytic import Analytic, leaking_layer
 from gradveil.attacks.attack import Reconstruction
 from gradveil.attacks.gradients import VictimGradients, clip_groups
@@ -21,7 +20,8 @@ from gradveil.attacks.score import controls, score
 from gradveil.attacks.seeds import SEEDS, make_seed
 from gradveil.clipping import make_groups
 from gradveil.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import data, models
 
 
 @pytest.fixture(scope="module")

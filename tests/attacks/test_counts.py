@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil import data, models
 from gradveil.attacks.counts import _whole, expected_counts
 from gradveil.attacks.labels import counts_recovered, infer_labels
 from gradveil.attacks.observation import Public
 from gradveil.attacks.observe import observe
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import data, models
 
 NETS = {"bias": models.cpl_net, "no bias": models.paper_cnn}
 

@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil import data, models
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.from_files import (
     count_classes,
@@ -23,7 +22,8 @@ from gradveil.attacks.matching import CPL
 from gradveil.attacks.metrics import psnr
 from gradveil.attacks.observe import observe
 from gradveil.errors import ConfigError, DataError, UnknownNameError, UnsupportedModelError
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import data, models
 
 SHAPE = (1, 8, 8)
 

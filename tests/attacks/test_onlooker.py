@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from gradveil import data
 from gradveil.attacks.attack import Reconstruction
 from gradveil.attacks.observation import Secret
 from gradveil.attacks.onlooker import Onlooker, oracle
 from gradveil.attacks.trial import Trial, run
+from gradveil.training import data
 
 
 def _secret(batch: int = 1) -> Secret:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil import data
 from gradveil.attacks.observe import observe
 from gradveil.attacks.prior import Prior
 from gradveil.attacks.score import score
 from gradveil.attacks.trial import ATTACKS, NAMES
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import data
 
 CASES = [(name, batch) for name in NAMES for batch in (1, 3) if (name, batch) != ("prior", 3)]  # one by one only
 

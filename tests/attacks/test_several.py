@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gradveil import data, models
-from gradveil.accounting.rero import one_step_bound
+from gradveil.accounting.reconstruction_robustness import one_step_bound
 from gradveil.attacks.attack import squared_differences
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.inversion import MAP, precisions
@@ -13,7 +12,8 @@ from gradveil.attacks.prior import Prior
 from gradveil.attacks.several import observe_steps
 from gradveil.attacks.trial import Trial, run
 from gradveil.errors import ConfigError
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import data, models
 
 
 @pytest.fixture(scope="module")

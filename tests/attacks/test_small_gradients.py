@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil import data, models
 from gradveil.attacks.gradients import VictimGradients
 from gradveil.attacks.matching import CPL
 from gradveil.attacks.metrics import psnr
 from gradveil.attacks.observe import observe
 from gradveil.attacks.seeds import start_of
+from gradveil.training import data, models
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from gradveil import models
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.attack import Reconstruction
 from gradveil.attacks.inversion import MAP
@@ -17,8 +16,9 @@ from gradveil.attacks.score import controls, fewest_wrong, guessing_chance, scor
 from gradveil.attacks.trial import NAMES, Trial, run
 from gradveil.attacks.untrained import sigmoid_mlp
 from gradveil.cli import cli
-from gradveil.data import CATALOGUE, DataSet
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import models
+from gradveil.training.data import CATALOGUE, DataSet
 
 FEATURES, CLASSES = 60, 4
 

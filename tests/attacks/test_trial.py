@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from gradveil import data
 from gradveil.attacks.trial import Trial, run
 from gradveil.cli import cli
 from gradveil.errors import ConfigError, RunDirectoryError, UnknownNameError
+from gradveil.training import data
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil import data, models
 from gradveil.attacks.attack import squared_differences
 from gradveil.attacks.gradients import model_at
 from gradveil.attacks.inversion import MAP, precisions
@@ -12,7 +11,8 @@ from gradveil.attacks.metrics import psnr
 from gradveil.attacks.observe import observe, starting_rule
 from gradveil.attacks.trial import Trial, run
 from gradveil.clipping import make_groups
-from gradveil.strategies import parameters
+from gradveil.mechanism.strategies import parameters
+from gradveil.training import data, models
 from loops import CLASSES, start
 
 

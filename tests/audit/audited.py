@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from gradveil import audit, data
+from gradveil import audit
+from gradveil.training import data
 
 
 def layers(*sizes: int, seed: int = 0) -> nn.Sequential:

@@ -10,8 +10,8 @@ import pytest
 
 from gradveil import audit
 from gradveil.audit.result import BROKEN, CONSISTENT, LEAKS, NOTHING_FOUND
-from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
+from gradveil.training.config import RunConfig
 
 
 def made(epsilon, proved, unit="one step"):

@@ -9,10 +9,11 @@ import pytest
 from audited import layers, setting
 from scipy import stats
 
-from gradveil import audit, strategies
+from gradveil import audit
 from gradveil.audit.canary import play
 from gradveil.audit.steps import judge_steps
 from gradveil.errors import ConfigError
+from gradveil.mechanism import strategies
 
 PROVED = [name for name in strategies.names() if strategies.get(name).guarantee == "proved"]
 L2MAX = [name for name in strategies.names() if strategies.get(name).sensitivity == "l2max"]

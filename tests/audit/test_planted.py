@@ -10,10 +10,10 @@ from audited import UsedTwice, layers, setting
 
 from gradveil import audit
 from gradveil.clipping import clipper as clippers
-from gradveil.clipping.uses import Use, row_sq_norms
-from gradveil.clipping.weighing import Weighing
-from gradveil.randomness import NoiseSource
-from gradveil.records import Release
+from gradveil.clipping.clip_factors import Weighing
+from gradveil.clipping.per_sample_grads import Use, row_sq_norms
+from gradveil.mechanism.noise.streams import NoiseSource
+from gradveil.mechanism.records import Release
 
 
 def found(made, steps=400):

@@ -29,7 +29,7 @@ def _no_ambient_data(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _checks_of_the_first_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones come at steps that cannot be foreseen, and each is a line of the ledger."""
-    from gradveil.clipping.spot_checks import SpotChecks
+    from gradveil.clipping.validation.spot_checks import SpotChecks
 
     monkeypatch.setattr(SpotChecks, "_chance", lambda self: 0.0)
 

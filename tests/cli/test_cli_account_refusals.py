@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_cli_account_runs import write_run
 
-from gradveil import _ledger_lines as lines
+from gradveil.accounting import _ledger_lines as lines
 
 ACCOUNT = {"--sigma": "6", "--sample-rate": "0.01", "--steps": "10", "--delta": "1e-5"}
 CALIBRATE = {"--epsilon": "1", "--sample-rate": "0.01", "--steps": "10", "--delta": "1e-5"}

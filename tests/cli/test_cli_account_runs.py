@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gradveil.ledger import Ledger
-from gradveil.records import Release, RunHeader
-from gradveil.schedules import Constant
+from gradveil.accounting.ledger import Ledger
+from gradveil.mechanism.records import Release, RunHeader
+from gradveil.mechanism.schedules import Constant
 
 HEADER = RunHeader(
     strategy="baseline",

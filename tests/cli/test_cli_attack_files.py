@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import gradveil as package
-from gradveil import data
+from gradveil.training import data
 
 SOURCE = """
 from torch import nn

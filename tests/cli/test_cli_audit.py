@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from gradveil.randomness import NoiseSource
+from gradveil.mechanism.noise.streams import NoiseSource
 from small_runs import trained
 
 QUICK = ("--model", "linear", "--examples", "6")

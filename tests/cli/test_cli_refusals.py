@@ -145,7 +145,7 @@ def test_a_run_directory_below_a_file_is_refused(gradveil: Callable[..., Any], t
 @pytest.fixture
 def cut(gradveil: Callable[..., Any], tmp_path: Path) -> Path:
     """A seeded run that was interrupted after its checkpoint of step 2, of 4."""
-    from gradveil.rundir import RunDirectory
+    from gradveil.training.run_directory import RunDirectory
 
     save = RunDirectory.save_checkpoint
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, clipped_sums, make_groups
-from gradveil.models import paper_cnn, paper_mlp
+from gradveil.training.models import paper_cnn, paper_mlp
 
 SLOW_PATHS = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*cannot be vectorised")
 

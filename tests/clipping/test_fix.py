@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradveil
-from gradveil.clipping import check_module, support
-from gradveil.clipping.support import GroupedForward, normalisations
+from gradveil.clipping import check_module
+from gradveil.clipping.validation import support
+from gradveil.clipping.validation.support import GroupedForward, normalisations
 from gradveil.errors import ConfigError, UnsupportedModelError
 
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, make_groups, performance
+from gradveil.clipping.backends import layers, native
+from gradveil.clipping.per_sample_grads import row_sq_norms, workspace
 from gradveil.clipping.performance import Settings
 from gradveil.clipping.rules import conv_plan, conv_use, linear
-from gradveil.clipping.uses import row_sq_norms, workspace
-from gradveil.kernels import layers, native
 
 SETTINGS = [
     Settings(),

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.clipping import Clipper, clipped_sums, make_groups
+from gradveil.clipping.backends import layers, native
 from gradveil.errors import ConfigError, PrivacyViolation, UnknownNameError, UnsupportedModelError
-from gradveil.kernels import layers, native
 
 
 def attach(model, clipping="per-layer", bound=1.0, reduction="mean"):

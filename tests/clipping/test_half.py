@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.clipping import on_cuda
+from gradveil.clipping.backends import cuda, layers
+from gradveil.clipping.backends import cuda_dispatch as on_cuda
 from gradveil.clipping.rules import linear
 from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
-from gradveil.clipping.tied import TiedUse
-from gradveil.kernels import cuda, layers
+from gradveil.clipping.tied_weights import TiedUse
 
 CUDA = torch.cuda.is_available() and cuda.available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from gradveil.clipping.independence import SharedArguments, Verdict, check_model, model_refusal
-from gradveil.clipping.loss_replay import Tape
-from gradveil.clipping.loss_watch import LossWatch, _Recorded
-from gradveil.clipping.row_differences import Split, largest_difference
+from gradveil.clipping.validation.loss_replay import Tape
+from gradveil.clipping.validation.loss_watch import LossWatch, _Recorded
+from gradveil.clipping.validation.mixing import SharedArguments, Verdict, check_model, model_refusal
+from gradveil.clipping.validation.row_differences import Split, largest_difference
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 
 ROWS, FEATURES, CLASSES = 8, 6, 3

@@ -16,7 +16,7 @@ from networks import compare
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.clipping.spot_checks import FIRST
+from gradveil.clipping.validation.spot_checks import FIRST
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.clipping import Clipper, make_groups
+from gradveil.clipping.backends import layers, native
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
-from gradveil.kernels import layers, native
 
 
 @pytest.fixture(autouse=True, params=["compiled", "layers in Python", "PyTorch"])

@@ -10,7 +10,7 @@ from made import Made, follow
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.clipping.surroundings import Snapshot
+from gradveil.clipping.validation.surroundings import Snapshot
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
 
 B, D = 8, 4

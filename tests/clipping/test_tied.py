@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.clipping import Clipper, clipped_sums, make_groups, tied
+from gradveil.clipping import Clipper, clipped_sums, make_groups
+from gradveil.clipping import tied_weights as tied
 
 TOKENS, VOCABULARY, SIZE, EXAMPLES = 6, 11, 5, 7
 

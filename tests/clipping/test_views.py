@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gradveil.clipping import Clipper, clipped_sums, make_groups, performance
 from gradveil.clipping import clipper as clipping_module
+from gradveil.clipping.per_sample_grads import CombinedUse
 from gradveil.clipping.rules.conv_use import ConvUse
-from gradveil.clipping.uses import CombinedUse
 from gradveil.clipping.views import ViewedUse, of_examples
 from gradveil.errors import ConfigError, UnsupportedModelError
 

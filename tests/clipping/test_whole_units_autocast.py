@@ -11,7 +11,7 @@ from networks import Attention, BareParameter, Recurrent
 from torch import nn
 
 from gradveil.clipping import Clipper, make_groups
-from gradveil.kernels import cuda
+from gradveil.clipping.backends import cuda
 
 CUDA = torch.cuda.is_available() and cuda.available()
 DEVICE = "cuda" if CUDA else "cpu"

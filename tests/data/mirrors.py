@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.data import _download
-from gradveil.data._sources import SOURCES
+from gradveil.training.data import _download
+from gradveil.training.data._sources import SOURCES
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from datafiles import CIFAR_NAMES, write_faces, write_idx_set
 
-import gradveil.data
-from gradveil.data import CATALOGUE, data_directory, load
+import gradveil.training.data
 from gradveil.errors import DataError, UnknownNameError
+from gradveil.training.data import CATALOGUE, data_directory, load
 
 NAMES = ["digits", "mnist", "fashion-mnist", "cifar10", "lfw", "purchase-10", "purchase-50", "location", "retail-10"]
 NEED_FILES = [name for name in NAMES if name != "digits"]
 
 
 def test_public_face() -> None:
-    assert sorted(gradveil.data.__all__) == gradveil.data.__all__
-    assert all(hasattr(gradveil.data, name) for name in gradveil.data.__all__)
+    assert sorted(gradveil.training.data.__all__) == gradveil.training.data.__all__
+    assert all(hasattr(gradveil.training.data, name) for name in gradveil.training.data.__all__)
 
 
 def test_catalogue_holds_the_sets() -> None:
@@ -36,7 +36,7 @@ def test_catalogue_holds_the_sets() -> None:
 
 def test_catalogue_starts_without_torch() -> None:
     heavy = "*('torch' in sys.modules, 'numpy' in sys.modules)"
-    code = f"import sys, gradveil.data as d; print(len(d.CATALOGUE), {heavy})"
+    code = f"import sys, gradveil.training.data as d; print(len(d.CATALOGUE), {heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(NAMES)), "False", "False"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from datafiles import write_cifar
 
-from gradveil.data import _cifar, load
 from gradveil.errors import DataError
+from gradveil.training.data import _cifar, load
 
 FOLDER = "cifar10/cifar-10-batches-bin"
 

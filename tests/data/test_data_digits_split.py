@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from gradveil.data import CATALOGUE, load
-from gradveil.data._split import shuffled, stratified
+from gradveil.training.data import CATALOGUE, load
+from gradveil.training.data._split import shuffled, stratified
 
 
 def test_digits() -> None:

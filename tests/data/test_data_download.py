@@ -7,8 +7,8 @@ import pytest
 from datafiles import write_cifar, write_faces, write_idx_set
 from mirrors import everything_below, pack, publish
 
-from gradveil.data import CATALOGUE, _cifar, _download, download, load
-from gradveil.data._sources import SOURCES
+from gradveil.training.data import CATALOGUE, _cifar, _download, download, load
+from gradveil.training.data._sources import SOURCES
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])

@@ -11,9 +11,9 @@ import pytest
 from datafiles import write_faces, write_idx_set
 from mirrors import everything_below, pack, publish
 
-from gradveil.data import CATALOGUE, download, load
-from gradveil.data._sources import SOURCES
 from gradveil.errors import DataError, UnknownNameError
+from gradveil.training.data import CATALOGUE, download, load
+from gradveil.training.data._sources import SOURCES
 
 
 def refused(name: str, data: Path, base_url: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from datafiles import idx_bytes, write_idx_set
 
-from gradveil.data import load
 from gradveil.errors import DataError
+from gradveil.training.data import load
 
 IMAGES = "train-images-idx3-ubyte"
 LABELS = "train-labels-idx1-ubyte"

@@ -8,9 +8,9 @@ import torch
 from datafiles import write_faces
 from PIL import Image
 
-from gradveil.data import load
-from gradveil.data._lfw import read_face
 from gradveil.errors import DataError
+from gradveil.training.data import load
+from gradveil.training.data._lfw import read_face
 
 
 def test_people_with_enough_images(tmp_path: Path) -> None:

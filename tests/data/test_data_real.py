@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from gradveil.data import CATALOGUE, DataSet, load
+from gradveil.training.data import CATALOGUE, DataSet, load
 
 pytestmark = pytest.mark.realdata
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from datafiles import write_table
 
-from gradveil.data import CATALOGUE, _csv, _tables, load
-from gradveil.data._csv import read_bits
-from gradveil.data._split import SEED
 from gradveil.errors import DataError
+from gradveil.training.data import CATALOGUE, _csv, _tables, load
+from gradveil.training.data._csv import read_bits
+from gradveil.training.data._split import SEED
 
 
 def blobs(count: int, columns: int, groups: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +141,7 @@ def test_purchase_classes_are_clusters(classes: int, file: str, tmp_path: Path) 
 
 
 def test_purchase_split_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradveil.data import _tables
+    from gradveil.training.data import _tables
 
     monkeypatch.setattr(_tables, "PURCHASE_TEST", 20)
     monkeypatch.setattr(_tables, "PURCHASE_TOTAL", 120)

@@ -15,17 +15,18 @@ import torch
 from torch.nn import functional as F
 
 import gradveil
+from gradveil.engine.guards import fingerprint
 from gradveil.engine.step import PrivateStep
-from gradveil.guards import fingerprint
 from loops import start
 
 HOME = Path(gradveil.__file__).parent
 FILES = {
     str(HOME / name)
     for name in (
-        "engine/engine.py", "engine/backward.py", "engine/step.py", "engine/batches.py", "release.py", "randomness.py",
-        "bounds.py", "book.py", "guards.py", "ledger.py", "_ledger_file.py", "_ledger_lines.py", "records.py",
-        "clipping/clipper.py", "clipping/passes.py", "clipping/weighing.py",
+        "engine/engine.py", "engine/backward.py", "engine/step.py", "engine/batches.py", "engine/guards.py",
+        "engine/release_log.py", "mechanism/release.py", "mechanism/noise/streams.py", "mechanism/clip_bounds.py",
+        "mechanism/records.py", "accounting/ledger.py", "accounting/_ledger_file.py", "accounting/_ledger_lines.py",
+        "clipping/clipper.py", "clipping/backward_pass.py", "clipping/clip_factors.py",
     )
 }  # fmt: skip
 
@@ -122,7 +123,7 @@ def test_a_step_broken_off_at_any_line(strategy, seed, error, monkeypatch, tmp_p
     assert injected > 400, "the step has more lines than that"
     check_published(published.found, seeded=seed is not None)
     engine.close()
-    contents = gradveil.ledger.read(tmp_path / "run" / "ledger.jsonl")
+    contents = gradveil.accounting.ledger.read(tmp_path / "run" / "ledger.jsonl")
     recorded = [(r.step, r.nonce) for r in contents.releases]
     assert all((s, n) in recorded for s, n, _ in published.found)
 
@@ -186,7 +187,7 @@ def test_a_killed_process_has_spent_what_its_ledger_says(tmp_path):
     rows = [tuple(map(int, row.split())) for row in told.stdout.splitlines()]
     assert len(rows) == kills and max(sent for _, sent in rows) > 3
     for trial, sent in rows:
-        contents = gradveil.ledger.read(tmp_path / str(trial) / "ledger.jsonl")
+        contents = gradveil.accounting.ledger.read(tmp_path / str(trial) / "ledger.jsonl")
         assert len(contents.charged()) >= sent, (trial, sent)
 
 

@@ -88,7 +88,7 @@ def test_a_run_that_has_nothing_left_to_charge_may_be_followed_by_any_plan(origi
 
 
 def test_a_checkpoint_that_does_not_say_how_it_stops_is_charged_as_by_default():
-    from gradveil import _spent
+    from gradveil.accounting import _spent
 
     state = stopped(stopping="public").state_dict()
     del state["spent"]["header"]["stopping"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradveil.accounting import paper_curve
-from gradveil.data import CATALOGUE
+from gradveil.training.data import CATALOGUE
 
 
 def result(cell, accuracy):

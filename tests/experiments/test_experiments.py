@@ -9,10 +9,10 @@ import pytest
 from made_up import result
 
 from gradveil import experiments
-from gradveil.config import RunConfig
 from gradveil.experiments import noise_decay, published
 from gradveil.experiments.experiment import Found
 from gradveil.experiments.plan import Plan
+from gradveil.training.config import RunConfig
 
 QUICK, FULL = Plan(), Plan(scale="full")
 

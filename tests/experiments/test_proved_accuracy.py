@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from made_up import result
 
-from gradveil import recipes
 from gradveil.experiments import proved_accuracy, published
 from gradveil.experiments.experiment import Found
 from gradveil.experiments.plan import Plan
 from gradveil.experiments.runner import Store, Workers
+from gradveil.training import recipes
 
 FULL = Plan(scale="full")
 

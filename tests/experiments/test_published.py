@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from gradveil import strategies
 from gradveil.accounting import paper_epsilons
 from gradveil.experiments import published
 from gradveil.experiments.published import (
@@ -29,6 +28,7 @@ from gradveil.experiments.published import (
     SETS,
     TARGET_ACCURACY,
 )
+from gradveil.mechanism import strategies
 
 ALL_VARIANCES = [*FIXED_VARIANCE.items(), *LAST_SCENARIO.items()]
 # Rows whose sigma is constant: set, strategy, epsilons, iterations.

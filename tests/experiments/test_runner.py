@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradveil import training
-from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
 from gradveil.experiments import cells, runner
 from gradveil.experiments.cells import RESULT, Cell, Place, run_cell
 from gradveil.experiments.plan import Plan
 from gradveil.experiments.runner import Store, Workers
-from gradveil.rundir import RunDirectory
+from gradveil.training import loop as training
+from gradveil.training.config import RunConfig
+from gradveil.training.run_directory import RunDirectory
 
 TINY = {"dataset": "digits", "strategy": "baseline", "steps": 4, "batch_size": 32, "lr": 0.1, "evaluate_every": 2}
 ALONE = Workers(jobs=1)

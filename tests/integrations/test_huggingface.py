@@ -219,7 +219,7 @@ def test_saved_models_and_the_ledger(tmp_path, arguments):
     trainer_for(model, engine, arguments(save_strategy="epoch")).train()
     assert list(model.state_dict()) == keys
     assert all("forward" not in vars(m) for m in model.modules())
-    assert gradveil.ledger.read(tmp_path / "run" / "ledger.jsonl").ended == "finished"
+    assert gradveil.accounting.ledger.read(tmp_path / "run" / "ledger.jsonl").ended == "finished"
     assert (tmp_path / f"checkpoint-{STEPS}").is_dir()
 
 

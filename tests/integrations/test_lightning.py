@@ -123,7 +123,7 @@ def test_nothing_is_left_on_the_module_and_the_ledger_is_ended(tmp_path):
     assert all("forward" not in vars(m) for m in module.modules())
     assert not trainer.optimizers[0]._optimizer_step_pre_hooks
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
-    ledger = gradveil.ledger.read(tmp_path / "run" / "ledger.jsonl")
+    ledger = gradveil.accounting.ledger.read(tmp_path / "run" / "ledger.jsonl")
     assert ledger.ended == "finished"
     assert len(ledger.releases) == 15
 
@@ -133,7 +133,7 @@ def test_a_release_is_on_disk_before_any_callback_or_logger_can_tell_of_it(tmp_p
 
     class Looks(lightning.Callback):
         def on_train_batch_end(self, *args):
-            seen.append(len(gradveil.ledger.read(tmp_path / "run" / "ledger.jsonl").releases))
+            seen.append(len(gradveil.accounting.ledger.read(tmp_path / "run" / "ledger.jsonl").releases))
 
     trainer_for(Looks(), private).fit(Digits(), private.loader(data()))
     assert seen == list(range(1, 16))

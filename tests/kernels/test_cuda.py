@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil.kernels import cuda
+from gradveil.clipping.backends import cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

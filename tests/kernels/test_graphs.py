@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradveil
-from gradveil.kernels import graphs
+from gradveil.clipping.backends import graphs
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

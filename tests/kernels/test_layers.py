@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradveil.clipping import Clipper, make_groups
+from gradveil.clipping.backends import build, layers, native
 from gradveil.clipping.reference import clipped_sums
 from gradveil.errors import PrivacyViolation, UnsupportedModelError
-from gradveil.kernels import build, layers, native
 
 pytestmark = pytest.mark.skipif(layers.layers() is None, reason=f"no C++ layers here: {layers.status()}")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, make_groups
-from gradveil.kernels import build, native
+from gradveil.clipping.backends import build, native
 
 needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
 
@@ -140,7 +140,7 @@ def test_without_the_kernel_the_pytorch_path_is_used_and_said_to_be(settings, wo
 @needs_kernel
 def test_the_kernel_is_compiled_once_and_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "from gradveil.kernels import native; print(native.status())"
+    code = "from gradveil.clipping.backends import native; print(native.status())"
     first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     made = {p: p.stat().st_mtime_ns for p in (tmp_path / "gradveil").iterdir()}
     assert "native C++" in first
@@ -155,7 +155,7 @@ def test_the_kernel_runs_on_the_threads_of_torch():
     if not native.kernels().shares_threads or not Path("/proc/self/task").exists():
         pytest.skip("threads of its own, or no way to count them")
     code = (
-        "import os, torch; from gradveil.kernels import native; torch.set_num_threads(3)\n"
+        "import os, torch; from gradveil.clipping.backends import native; torch.set_num_threads(3)\n"
         "count = lambda: len(os.listdir('/proc/self/task'))\n"
         "torch.ones(1 << 22).add_(1); before = count()\n"
         "native.kernels().row_squares(torch.ones(64, 1 << 16))\n"

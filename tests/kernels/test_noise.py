@@ -10,9 +10,11 @@ import pytest
 import torch
 from scipy import stats
 
-from gradveil import device_noise, numpy_noise, randomness
-from gradveil.kernels import native
-from gradveil.randomness import NoiseSource, SecretKey
+from gradveil.clipping.backends import native
+from gradveil.mechanism.noise import numpy_normal as numpy_noise
+from gradveil.mechanism.noise import on_device as device_noise
+from gradveil.mechanism.noise import streams as randomness
+from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
 
 needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
 KEY = bytes(range(32))

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import gradveil
-from gradveil import strategies
+from gradveil.mechanism import strategies
 
 N, CLASSES = 90, 3
 STRATEGIES = strategies.names()

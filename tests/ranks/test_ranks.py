@@ -22,10 +22,10 @@ from jobs import (
 )
 from scipy import stats
 
-from gradveil import ledger
-from gradveil.randomness import SecretKey
-from gradveil.ranks import Ranks
-from gradveil.sampling import Sampling
+from gradveil.accounting import ledger
+from gradveil.mechanism.distributed.ranks import Ranks
+from gradveil.mechanism.noise.streams import SecretKey
+from gradveil.mechanism.sampling import Sampling
 
 CLOSE = 1e-9
 ALPHA = 1e-6  # a right scale fails once in a million tests; a wrong one must always

@@ -14,8 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from gradveil import ledger
-from gradveil.rundir import RunDirectory
+from gradveil.accounting import ledger
+from gradveil.training.run_directory import RunDirectory
 
 SETTINGS = ("--dataset", "digits", "--steps", "40", "--batch-size", "64", "--checkpoint-every", "5", "--lr", "0.2")
 WITHIN = 60  # seconds in which a job that has lost a process must have ended

@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradveil import strategies
 from gradveil.attacks.observation import VIEWS as REAL_VIEWS
 from gradveil.attacks.trial import NAMES
 from gradveil.cli import main
+from gradveil.mechanism import strategies
 from gradveil.reports.checklist import ATTACKS, VIEWS, checklist
 from gradveil.reports.facts import read_run
 from gradveil.reports.page import at_most, names_apart, render, write_page
@@ -163,8 +163,8 @@ def test_a_ledger_that_does_not_hold(run, how):
 
 def rewritten(path, **changed):
     """A ledger with whole lines, whose header says something else."""
-    from gradveil.ledger import Ledger, read
-    from gradveil.records import RunHeader
+    from gradveil.accounting.ledger import Ledger, read
+    from gradveil.mechanism.records import RunHeader
 
     header = RunHeader.from_dict(read(path).header.to_dict() | changed)
     path.unlink()

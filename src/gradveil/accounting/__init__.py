@@ -23,7 +23,7 @@ from gradveil.accounting.planned import (
     sigmas_of,
 )
 from gradveil.accounting.proved import ProvedEpsilon, proved_epsilon
-from gradveil.accounting.rero import (
+from gradveil.accounting.reconstruction_robustness import (
     ReconstructionBound,
     check_kappa,
     one_step_bound,

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from gradveil.accounting._cells import Array, cells
-from gradveil.accounting._grid import Part, pld_epsilon, resolves
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism
-from gradveil.accounting._renyi import (
+from gradveil.accounting._pld_fft import Part, pld_epsilon, resolves
+from gradveil.accounting._quantize import Array, cells
+from gradveil.accounting._rdp import (
     PROVED_ORDERS,
     WHOLE_ORDERS,
     rdp_poisson,
@@ -20,7 +20,7 @@ from gradveil.accounting._renyi import (
     tight_epsilon,
 )
 from gradveil.errors import UnknownNameError
-from gradveil.records import UNPROVED_SAMPLINGS
+from gradveil.mechanism.records import UNPROVED_SAMPLINGS
 
 Neighbours = Literal["add-remove", "replace-one"]
 Accountant = Literal["PLD", "RDP"]
@@ -75,7 +75,7 @@ def why_no_bound(mechanism: Mechanism, neighbours: Neighbours, accountant: Accou
 
 
 def parts_of(charges: Iterable[Charge], **limits: int) -> tuple[Part, ...]:
-    """``charges`` with near-equal multipliers grouped, to the safe side (:mod:`gradveil.accounting._cells`)."""
+    """``charges`` with near-equal multipliers grouped, to the safe side (:mod:`gradveil.accounting._quantize`)."""
     by_mechanism: dict[Mechanism, list[float]] = {}
     for mechanism, z in charges:
         by_mechanism.setdefault(mechanism, []).append(z)
@@ -103,7 +103,7 @@ def composed_epsilon(
     """Epsilon at ``delta`` of all ``charges``; each must have a bound (:func:`why_no_bound`) and z > 0.
 
     Guaranteed: an upper bound (for the PLD with a measured, not proved, margin for the rounding of
-    Fourier transforms: :mod:`gradveil.accounting._grid`); it never falls when a charge is added. Where
+    Fourier transforms: :mod:`gradveil.accounting._pld_fft`); it never falls when a charge is added. Where
     delta is too small for that margin, the RDP bound stands in; infinity where there is none.
     """
     if usable_accountant(charges, delta=delta, accountant=accountant) != accountant:

@@ -4,7 +4,7 @@ With q the sampling rate, z the noise multiplier (add or remove one), N_m the un
 
 - Poisson, add or remove one: (1-q) N_0 + q N_m against N_0, m = 1/z, and the same pair exchanged.
 - Poisson, replace one: (1-q) N_0 + q N_m against (1-q) N_0 + q N_-m, which is its own mirror image (why it
-  dominates: :mod:`gradveil.accounting._renyi`).
+  dominates: :mod:`gradveil.accounting._rdp`).
 
 Fixed-size batches under replace-one: let beta be the chance that the one example is in the batch at all,
 and w_k that it fills k rows. Given the other rows, an output with k copies of it differs in mean from one

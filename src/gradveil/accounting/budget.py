@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradveil.accounting._affordable import affordable
-from gradveil.accounting._charges import (
+from gradveil.accounting._checks import check_delta, check_noise
+from gradveil.accounting._compose import Accountant, Charge, Neighbours, check_view, default_view
+from gradveil.accounting._events import (
     LARGEST_MULTIPLIER,
     SMALLEST_MULTIPLIER,
     Unbounded,
@@ -15,11 +17,9 @@ from gradveil.accounting._charges import (
     planned_mechanism,
     taken_charges,
 )
-from gradveil.accounting._checks import check_delta, check_noise
-from gradveil.accounting._compose import Accountant, Charge, Neighbours, check_view, default_view
 from gradveil.accounting.paper import check_method, paper_curve
 from gradveil.errors import ConfigError
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 
 
 def _check_budget(budget: float) -> None:

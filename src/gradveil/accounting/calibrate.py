@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradveil.accounting._affordable import largest
-from gradveil.accounting._charges import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, Unbounded
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
     Accountant,
@@ -23,11 +22,12 @@ from gradveil.accounting._compose import (
     usable_accountant,
     why_no_bound,
 )
+from gradveil.accounting._events import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, Unbounded
 from gradveil.accounting._search import meet
 from gradveil.accounting.paper import METHODS, paper_curve
 from gradveil.accounting.planned import Setting, check_steps, sigma_schedule, sigmas_of
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.schedules import Schedule
+from gradveil.mechanism.schedules import Schedule
 
 ACCOUNTANTS = ("PLD", "RDP", *METHODS)
 TOLERANCE = 0.002  # how far below the target a result may be, relative, where sigma is free

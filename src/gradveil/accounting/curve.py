@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradveil.accounting._cells import cell_index
-from gradveil.accounting._charges import Unbounded, release_charges, taken_charges
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
     Accountant,
@@ -21,10 +19,12 @@ from gradveil.accounting._compose import (
     usable_accountant,
     why_no_bound,
 )
-from gradveil.accounting._renyi import tight_epsilons
+from gradveil.accounting._events import Unbounded, release_charges, taken_charges
+from gradveil.accounting._quantize import cell_index
+from gradveil.accounting._rdp import tight_epsilons
 from gradveil.accounting.planned import Setting
 from gradveil.errors import ConfigError
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradveil.accounting._checks import check_delta, check_noise, check_rate
-from gradveil.accounting._renyi import CLASSIC_ORDERS, classic_epsilons, rdp_poisson
+from gradveil.accounting._rdp import CLASSIC_ORDERS, classic_epsilons, rdp_poisson
 from gradveil.errors import UnknownNameError
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 
 Array = NDArray[np.float64]
 

@@ -6,19 +6,19 @@ import math
 import warnings
 from collections.abc import Callable
 
-from gradveil.accounting._charges import (
+from gradveil.accounting._compose import composed_epsilon, default_view, why_no_bound
+from gradveil.accounting._events import (
     LARGEST_MULTIPLIER,
     SMALLEST_MULTIPLIER,
     Unbounded,
     checked_multiplier,
     mechanism_of,
 )
-from gradveil.accounting._compose import composed_epsilon, default_view, why_no_bound
 from gradveil.accounting._search import meet
 from gradveil.accounting.calibrate import Target
 from gradveil.errors import ConfigError
-from gradveil.records import planned_multiplier, why_unproved
-from gradveil.strategies import Parameters
+from gradveil.mechanism.records import planned_multiplier, why_unproved
+from gradveil.mechanism.strategies import Parameters
 
 TOLERANCE = 0.001  # how far below the target the epsilon of what is found may be, relative
 
@@ -37,17 +37,17 @@ def calibrate_plan(
 ) -> float:
     """The smallest starting sigma with which all declared steps of a run cost at most ``epsilon``.
 
-    ``plan_of`` gives the plan of the run at a starting sigma (:func:`gradveil.strategies.parameters`, with everything
-    else fixed); its decays, unit bounds and fixed variance are charged as the engine will record them. ``groups`` is
-    the number of clipping groups. ``side_of`` gives what the side releases of a step add to 1/z^2 under a plan: the
-    bound rule's ``side_inverse_square``, which may depend on sigma; None: there are none. ``least`` is the smallest
+    ``plan_of`` gives the plan of the run at a starting sigma (:func:`gradveil.mechanism.strategies.parameters`, with
+    everything else fixed); its decays, unit bounds and fixed variance are charged as the engine will record them.
+    ``groups`` is the number of clipping groups. ``side_of`` gives what the side releases of a step add to 1/z^2 under a plan:
+    the bound rule's ``side_inverse_square``, which may depend on sigma; None: there are none. ``least`` is the smallest
     sigma that makes sense, such as the given end of a decay.
 
     Guaranteed: the whole run, counted as its statement counts it (PLD, the neighbours that suit the sampler), costs at
     most ``epsilon``, and at least (1 - 0.001) of it. Stopping rules play no part: all declared steps are charged.
     Refused where the plan or the sampling has no finite epsilon, and where no sigma of at least ``least`` meets it.
 
-    >>> from gradveil.strategies import parameters
+    >>> from gradveil.mechanism.strategies import parameters
     >>> round(calibrate_plan(0.601, plan_of=lambda s: parameters("baseline", steps=10_000, clip=1.0, sigma=s),
     ...                      groups=1, sampling="poisson", population=60_000, batch_size=600, delta=1e-5), 1)
     6.0

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradveil import schedules
-from gradveil.accounting._charges import checked_multiplier
 from gradveil.accounting._checks import check_delta, check_noise, check_rate
 from gradveil.accounting._compose import SAMPLERS, Accountant, Charge, Neighbours, check_view
+from gradveil.accounting._events import checked_multiplier
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism
 from gradveil.accounting.proved import ProvedEpsilon, assumptions, bound
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.records import noise_multiplier
-from gradveil.schedules import Constant, Schedule
+from gradveil.mechanism import schedules
+from gradveil.mechanism.records import noise_multiplier
+from gradveil.mechanism.schedules import Constant, Schedule
 
 MOST_STEPS = 10_000_000
 # Without a population, fixed-size batches are taken from so many examples. What is bounded without

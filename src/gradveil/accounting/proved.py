@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from gradveil.accounting._charges import Charged, Unbounded, budget_of, remaining_steps, run_charges, taken_charges
 from gradveil.accounting._checks import check_delta
 from gradveil.accounting._compose import (
     Accountant,
@@ -27,8 +26,9 @@ from gradveil.accounting._compose import (
     usable_accountant,
     why_no_bound,
 )
+from gradveil.accounting._events import Charged, Unbounded, budget_of, remaining_steps, run_charges, taken_charges
 from gradveil.errors import UnknownNameError
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 
 ChargedSteps = Literal["declared", "taken"]
 
@@ -172,11 +172,11 @@ def proved_epsilon(
     Guaranteed: the released outputs are (epsilon, delta)-differentially private under ``neighbours`` and
     the listed assumptions. Each release is charged at its joint noise multiplier over groups and side
     releases; recovered lines and redone steps are all charged. More than 64 distinct multipliers are
-    rounded down to a grid (:mod:`gradveil.accounting._cells`), which keeps the bound and costs about .2 %
+    rounded down to a grid (:mod:`gradveil.accounting._quantize`), which keeps the bound and costs about .2 %
     of epsilon.
 
     ``charge="declared"``: once something was released, the run is charged for all steps it declared, taken or
-    not (:mod:`gradveil.accounting._charges` says why), as far as its budget affords them if it has one; with
+    not (:mod:`gradveil.accounting._events` says why), as far as its budget affords them if it has one; with
     stopping="public", for the steps taken. ``charge="taken"``: for exactly ``releases``, which holds if it was
     fixed in advance that training stops after them. That is the epsilon spent so far, for plots, displays and
     budgets; it is no statement about a run that stopped for another reason.

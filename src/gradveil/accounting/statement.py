@@ -13,10 +13,10 @@ from gradveil.accounting._rounding import at_least, at_most, percent_at_most
 from gradveil.accounting.evidence import checks_of
 from gradveil.accounting.paper import PaperEpsilon, from_releases
 from gradveil.accounting.proved import NOT_COVERED, UNIT, ProvedEpsilon, proved_epsilon
-from gradveil.records import Release, RunHeader
+from gradveil.mechanism.records import Release, RunHeader
 
 if TYPE_CHECKING:
-    from gradveil.ledger import Contents
+    from gradveil.accounting.ledger import Contents
 
 _WIDTH = 100
 _LABEL = 16

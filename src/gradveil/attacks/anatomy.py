@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, check_module, fix, make_groups
 from gradveil.clipping.operations.table import LAYERS
-from gradveil.clipping.units import Unit
+from gradveil.clipping.tracked_modules import Unit
 from gradveil.errors import UnsupportedModelError
 
 _EXAMPLES = 3

@@ -9,8 +9,8 @@ from torch import nn
 
 from gradveil.attacks.from_files import check_gradients, check_state, count_classes, state_of
 from gradveil.attacks.observation import Defence, Observation, Public, Sight
+from gradveil.engine.record_gradients import Recorded, read
 from gradveil.errors import ConfigError
-from gradveil.recording import Recorded, read
 
 
 def load_capture(

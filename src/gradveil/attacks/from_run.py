@@ -9,12 +9,12 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor, nn
 
-from gradveil import data, models
-from gradveil.config import RunConfig, read_toml
-from gradveil.data import DataSet
 from gradveil.errors import ConfigError, RunDirectoryError
-from gradveil.rundir import RunDirectory
-from gradveil.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.training import data, models
+from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.data import DataSet
+from gradveil.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

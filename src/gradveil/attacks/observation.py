@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradveil.clipping.clip_factors import Whitening
 from gradveil.clipping.groups import Group
-from gradveil.clipping.weighing import Whitening
 from gradveil.errors import ConfigError, UnknownNameError
 
 VIEWS = ("per-example", "per-example-noised", "batch")

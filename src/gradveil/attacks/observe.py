@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from gradveil.attacks.gradients import Gradients, VictimGradients, clip_groups, means
 from gradveil.attacks.observation import VIEWS, Defence, Observation, Public, Secret, Sight
-from gradveil.bounds import BoundRule, make_rule
 from gradveil.clipping import Harvest
 from gradveil.clipping.groups import Clipping, Group, make_groups
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.release import StepFacts, noise_scale
-from gradveil.strategies import Parameters
+from gradveil.mechanism.clip_bounds import BoundRule, make_rule
+from gradveil.mechanism.release import StepFacts, noise_scale
+from gradveil.mechanism.strategies import Parameters
 
 _AT_ONCE = 256  # examples whose gradients are held at the same time
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradveil.rundir import write_whole
+from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.accounting.rero import one_step_bound
+from gradveil.accounting.reconstruction_robustness import one_step_bound
 from gradveil.attacks.analytic import Analytic, leaking_layer
 from gradveil.attacks.anatomy import Anatomy, examine
 from gradveil.attacks.attack import Attack, Reconstruction
@@ -36,7 +36,7 @@ from gradveil.attacks.observe import observe
 from gradveil.attacks.score import score
 from gradveil.clipping import fix
 from gradveil.errors import ConfigError, UnsupportedModelError
-from gradveil.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import Parameters, parameters
 
 VICTIMS = 4
 _NO_BOUND = 0.99  # a limit above this is none

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradveil.kernels import graphs
+from gradveil.clipping.backends import graphs
 
 _WARM_UPS = 2  # eager rounds before the capture: libraries choose their algorithms
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from gradveil.attacks.observation import Observation, Public, Secret, Sight
 from gradveil.attacks.observe import observe, starting_rule
-from gradveil.bounds import BoundRule
 from gradveil.clipping import Harvest, make_groups
 from gradveil.clipping.groups import Clipping
 from gradveil.errors import ConfigError
-from gradveil.randomness import NoiseSource, SecretKey
-from gradveil.strategies import Parameters
+from gradveil.mechanism.clip_bounds import BoundRule
+from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
+from gradveil.mechanism.strategies import Parameters
 
 
 def observe_steps(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.accounting.rero import one_step_bound
+from gradveil.accounting.reconstruction_robustness import one_step_bound
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.attack import Attack, Reconstruction, full_precision
 from gradveil.attacks.counts import expected_counts
@@ -27,10 +27,10 @@ from gradveil.attacks.seeds import start_of
 from gradveil.attacks.several import observe_steps
 from gradveil.attacks.untrained import untrained
 from gradveil.clipping import make_groups
-from gradveil.data import DataSet
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.records import inverse_square
-from gradveil.strategies import Parameters, parameters
+from gradveil.mechanism.records import inverse_square
+from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.training.data import DataSet
 
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "cpl": CPL,

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gradveil import models
-from gradveil.data import DataSet
 from gradveil.errors import UnknownNameError
+from gradveil.training import models
+from gradveil.training.data import DataSet
 
 NETWORKS = {"image": ("cpl-net", "relu-convnet"), "tabular": ("sigmoid-mlp",)}  # by kind of data, the default first
 

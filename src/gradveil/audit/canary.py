@@ -38,9 +38,9 @@ from gradveil.audit.bounds import Array, Coins
 from gradveil.clipping import Harvest
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import ConfigError
-from gradveil.randomness import NoiseSource, SecretKey
-from gradveil.records import Release, RunHeader
-from gradveil.release import StepFacts, noise_scale
+from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
+from gradveil.mechanism.records import Release, RunHeader
+from gradveil.mechanism.release import StepFacts, noise_scale
 
 _LOUD = 10.0  # how much longer than C_0 the canary's gradient is made, at least, in every group
 _LEARNED = 0.99  # a label of this chance has next to no gradient left

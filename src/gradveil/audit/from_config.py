@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gradveil import data, models
 from gradveil.audit.canary import Setting
-from gradveil.config import RunConfig
 from gradveil.errors import ConfigError
+from gradveil.training import data, models
+from gradveil.training.config import RunConfig
 
 
 def setting_of(

@@ -11,8 +11,8 @@ from importlib import import_module
 
 import click
 
+from gradveil import __version__
 from gradveil.errors import GradveilError
-from gradveil.version import __version__
 
 _COMMANDS = {
     "train": "Train a model privately and record every release.",

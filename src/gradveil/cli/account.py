@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import click
 
-from gradveil import schedules
+from gradveil.accounting.ledger import Contents
 from gradveil.cli._output import number, table
 from gradveil.errors import ConfigError, LedgerError
-from gradveil.ledger import Contents
-from gradveil.rundir import RunDirectory
-from gradveil.strategies import SIGMA_END_RATIO
+from gradveil.mechanism import schedules
+from gradveil.mechanism.strategies import SIGMA_END_RATIO
+from gradveil.training.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _TABLED = ("BaseC", "AdvC", "OptC", "zCDP", "MA")
 
 def open_run(run: Path) -> Contents:
     """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
-    from gradveil import ledger
+    from gradveil.accounting import ledger
 
     return ledger.read(run) if run.is_file() else RunDirectory(run).verified_ledger()
 

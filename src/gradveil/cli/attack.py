@@ -83,11 +83,12 @@ def command(
     and --observe is given says how the gradients were released (nothing: undefended), and what comes back is judged
     where --truth is given.
     """
-    from gradveil import data, strategies
     from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target
     from gradveil.attacks.trial import Trial, run
     from gradveil.attacks.untrained import network_for
+    from gradveil.mechanism import strategies
+    from gradveil.training import data
 
     ctx = click.get_current_context()
     if given(ctx) & FILE_OPTIONS:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil import schedules, strategies
 from gradveil.cli._options import flags as shown
 from gradveil.cli._options import given
 from gradveil.cli._output import number, table
 from gradveil.cli.train import _options as strategy_options
-from gradveil.config import RunConfig, read_toml
 from gradveil.errors import ConfigError
+from gradveil.mechanism import schedules, strategies
 from gradveil.reports.facts import AUDIT
-from gradveil.rundir import RunDirectory, write_whole
+from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.run_directory import RunDirectory, write_whole
 
 if TYPE_CHECKING:
     from gradveil.audit import Audit

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil import schedules
 from gradveil.cli._output import number
 from gradveil.cli.account import SAMPLERS
 from gradveil.errors import ConfigError
+from gradveil.mechanism import schedules
 
 if TYPE_CHECKING:
     from gradveil.accounting import Calibrated, Setting, Target

@@ -39,7 +39,7 @@ def command(
     """Check that each RUN keeps to limits: exit code 0 if all do, 1 and the reasons if not, 4 for an invalid ledger."""
     from gradveil.reports.facts import read_run
     from gradveil.reports.gates import Limits, judge, to_junit
-    from gradveil.rundir import write_whole
+    from gradveil.training.run_directory import write_whole
 
     asked = {
         "max_epsilon": max_epsilon,

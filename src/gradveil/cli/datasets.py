@@ -17,7 +17,7 @@ from gradveil.errors import ConfigError, UnknownNameError
 @click.pass_context
 def command(ctx: click.Context, data_dir: Path | None, as_json: bool) -> None:
     """List the data sets gradveil reads, and whether their files are in place."""
-    from gradveil.data import CATALOGUE, data_directory
+    from gradveil.training.data import CATALOGUE, data_directory
 
     ctx.obj = data_dir
     if ctx.invoked_subcommand is not None:
@@ -65,8 +65,8 @@ def command(ctx: click.Context, data_dir: Path | None, as_json: bool) -> None:
 @click.pass_context
 def download(ctx: click.Context, name: str, data_dir: Path | None) -> None:
     """Fetch a data set from its publisher and check it against the published checksum."""
-    from gradveil.data import CATALOGUE, data_directory
-    from gradveil.data import download as fetch
+    from gradveil.training.data import CATALOGUE, data_directory
+    from gradveil.training.data import download as fetch
 
     if name not in CATALOGUE:
         raise UnknownNameError("data set", name, CATALOGUE)

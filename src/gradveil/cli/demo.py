@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gradveil.cli._output import number, table
-from gradveil.config import RunConfig
+from gradveil.training.config import RunConfig
 
 if TYPE_CHECKING:
     from gradveil.attacks.trial import Outcome
-    from gradveil.training import Result
+    from gradveil.training.loop import Result
 
 # Digits has 1347 training examples, so a batch of 128 is a large share of them and epsilon is large too: the demo shows
 # how the strategies differ, not a setting to copy. l2-max is shown in both of its readings: the batch one is the one
@@ -47,7 +47,7 @@ def command(run_dir: Path | None, seed: int | None, as_json: bool) -> None:
     """Train plainly and privately on digits, attack each way of training, and write a page that shows what leaks."""
     from gradveil.api import report
     from gradveil.cli.train import _train
-    from gradveil.training import train
+    from gradveil.training.loop import train
 
     where = run_dir or Path(tempfile.mkdtemp(prefix="gradveil-demo-"))
     results: dict[str, Result] = {}
@@ -76,13 +76,13 @@ def _attack(name: str, run: Path) -> dict[str, Outcome]:
     """Both attacks on the first step as the run releases it; kept in the run."""
     import torch
 
-    from gradveil import data
     from gradveil.api import keep_attack
     from gradveil.attacks.trial import Trial
     from gradveil.attacks.trial import run as attack
     from gradveil.cli.attack import told
+    from gradveil.mechanism.strategies import parameters
     from gradveil.reports.facts import ATTACKS as ATTACK_FOLDER
-    from gradveil.strategies import parameters
+    from gradveil.training import data
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # eight by eight pixels are not worth sharing out

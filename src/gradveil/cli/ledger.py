@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from gradveil.accounting.ledger import Contents
 from gradveil.cli._output import number, table
-from gradveil.ledger import Contents
-from gradveil.records import Release
-from gradveil.rundir import RunDirectory
+from gradveil.mechanism.records import Release
+from gradveil.training.run_directory import RunDirectory
 
 
 @click.group("ledger")
@@ -20,7 +20,7 @@ def command() -> None:
 
 def _open(run: Path) -> Contents:
     """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
-    from gradveil import ledger
+    from gradveil.accounting import ledger
 
     if run.is_file():
         return ledger.read(run)

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from gradveil import recipes
 from gradveil.cli._output import number, table
+from gradveil.training import recipes
 
 
 @click.command("recipes")
@@ -21,7 +21,7 @@ def command(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_to_json(recipe) for recipe in chosen], indent=1))
     elif name is not None:
-        from gradveil.config import RunConfig
+        from gradveil.training.config import RunConfig
 
         click.echo(f"# {chosen[0].summary}; {chosen[0].declaration}")
         click.echo(RunConfig.check(chosen[0].settings).to_toml(), nl=False)
@@ -34,7 +34,7 @@ def _to_json(recipe: recipes.Recipe) -> dict[str, Any]:
 
 
 def _print(chosen: list[recipes.Recipe]) -> None:
-    from gradveil.recipes.selection import epsilon_with_search
+    from gradveil.training.recipes.selection import epsilon_with_search
 
     table(
         ["recipe", "data set", "proved epsilon", "chosen by", "epsilon with them", "what it is"],

@@ -123,8 +123,8 @@ def _run(experiment: Experiment, plan: Plan, store: Store, workers: Workers) -> 
 def _write(experiment: Experiment, plan: Plan, report: Report, ran: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from gradveil.rundir import write_whole
-    from gradveil.version import __version__
+    from gradveil import __version__
+    from gradveil.training.run_directory import write_whole
 
     found = {
         "experiment": experiment.name,

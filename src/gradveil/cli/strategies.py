@@ -7,8 +7,8 @@ import json
 
 import click
 
-from gradveil import strategies
 from gradveil.cli._output import table
+from gradveil.mechanism import strategies
 
 
 @click.command("strategies")

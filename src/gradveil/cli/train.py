@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil import schedules, strategies
 from gradveil.cli._output import number
-from gradveil.config import RunConfig, read_toml
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.records import SAMPLINGS
+from gradveil.mechanism import schedules, strategies
+from gradveil.mechanism.records import SAMPLINGS
+from gradveil.training.config import RunConfig, read_toml
 
 if TYPE_CHECKING:
-    from gradveil.training import Result
+    from gradveil.training.loop import Result
 
 _DECAYS = click.Choice(list(schedules.DECAYS))
 
@@ -127,7 +127,7 @@ def _is_first() -> bool:
 
 def _recipe(name: str) -> dict[str, Any]:
     """Its settings; how they were chosen is said first."""
-    from gradveil import recipes
+    from gradveil.training import recipes
 
     chosen = recipes.get(name)
     click.echo(f"recipe {name}: {chosen.summary}; {chosen.declaration}", err=True)
@@ -136,7 +136,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 def _check_names(settings: RunConfig) -> None:
     """Names are checked before torch is loaded: a typo is answered at once."""
-    from gradveil.data import CATALOGUE
+    from gradveil.training.data import CATALOGUE
 
     strategies.get(settings.strategy)
     if settings.dataset not in CATALOGUE:
@@ -159,13 +159,13 @@ def _options(pairs: tuple[str, ...]) -> dict[str, float]:
 
 
 def _new(settings: RunConfig, where: Path, seed: int | None, tell: Any) -> Result:
-    from gradveil.training import train
+    from gradveil.training.loop import train
 
     return train(settings, run_dir=where, seed=seed, progress=tell)
 
 
 def _resume(where: Path, given: dict[str, Any], seed: int | None, new_noise: bool, tell: Any) -> Result:
-    from gradveil.training import resume
+    from gradveil.training.loop import resume
 
     return resume(where, settings=given, seed=seed, new_noise=new_noise, progress=tell)
 
@@ -183,7 +183,7 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
         TimeRemainingColumn(compact=True),
     )
     if settings is None or settings.strategy != "non-private":
-        from gradveil.kernels import cuda, layers, native
+        from gradveil.clipping.backends import cuda, layers, native
 
         kernels = native.status() if settings is None or settings.device == "cpu" else cuda.status()
         if _is_first():

@@ -1,10 +1,10 @@
 """Per-example clipping inside one backward pass, and the oracle it is checked against."""
 
+from gradveil.clipping.backward_pass import Harvest, count_flags
 from gradveil.clipping.clipper import Clipper
 from gradveil.clipping.groups import CLIPPINGS, Clipping, Group, make_groups
-from gradveil.clipping.passes import Harvest, count_flags
 from gradveil.clipping.reference import Reference, clipped_sums
-from gradveil.clipping.support import check_module, fix
+from gradveil.clipping.validation.support import check_module, fix
 
 __all__ = [
     "CLIPPINGS",

@@ -46,11 +46,21 @@ from torch.overrides import _pop_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil.clipping import performance
-from gradveil.clipping.decomposable import check_same_output
+from gradveil.clipping.backends import cuda, programs
+from gradveil.clipping.backends.layers import Layers, NativeWatch, layers
+from gradveil.clipping.backends.native_layers import NativeLayer, native_layer
+from gradveil.clipping.backward_pass import Call, Harvest, Padding, Pass
+from gradveil.clipping.clip_factors import Weighing
+from gradveil.clipping.clipped_functions import (
+    ModelHook,
+    RefusedTap,
+    TrackedForward,
+    is_refused,
+    tap_input,
+    tap_layer,
+    tap_output,
+)
 from gradveil.clipping.groups import Group
-from gradveil.clipping.loss_watch import is_marked, leaves_behind, unclipped, unmarked
-from gradveil.clipping.model_check import ModelCheck
-from gradveil.clipping.native_layers import NativeLayer, native_layer
 from gradveil.clipping.operations.checkpoints import Recomputation
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Site
@@ -58,27 +68,25 @@ from gradveil.clipping.operations.sources import Source, is_of_a_pass, of_parame
 from gradveil.clipping.operations.table import LayerOperation, Statics
 from gradveil.clipping.operations.tracking import Tracking
 from gradveil.clipping.outputs import map_tensors, tensors_in
-from gradveil.clipping.own_loss import OwnLosses
-from gradveil.clipping.passes import Call, Harvest, Padding, Pass
-from gradveil.clipping.plain_runs import Moment
-from gradveil.clipping.refusals import refusal
-from gradveil.clipping.rehearsal import Rehearsal
+from gradveil.clipping.parameter_guard import PythonWatch, Watch
+from gradveil.clipping.per_sample_grads import CombinedUse, Use
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.rules.linear import LinearUse
 from gradveil.clipping.sharding import any_sharded
-from gradveil.clipping.spot_checks import SpotChecks
-from gradveil.clipping.support import check_module, half_precision, normalisations
-from gradveil.clipping.surroundings import no_autocast
-from gradveil.clipping.taps import ModelHook, RefusedTap, TrackedForward, is_refused, tap_input, tap_layer, tap_output
-from gradveil.clipping.tied import TiedUse
-from gradveil.clipping.units import Tie, Unit, Units
-from gradveil.clipping.uses import CombinedUse, Use
+from gradveil.clipping.tied_weights import TiedUse
+from gradveil.clipping.tracked_modules import Tie, Unit, Units
+from gradveil.clipping.validation.example_independence import check_same_output
+from gradveil.clipping.validation.loss_watch import is_marked, leaves_behind, unclipped, unmarked
+from gradveil.clipping.validation.model_validation import ModelCheck
+from gradveil.clipping.validation.own_loss import OwnLosses
+from gradveil.clipping.validation.refusals import refusal
+from gradveil.clipping.validation.rehearsal import Rehearsal
+from gradveil.clipping.validation.shadow_forward import Moment
+from gradveil.clipping.validation.spot_checks import SpotChecks
+from gradveil.clipping.validation.support import check_module, half_precision, normalisations
+from gradveil.clipping.validation.surroundings import no_autocast
 from gradveil.clipping.views import of_examples
-from gradveil.clipping.watch import PythonWatch, Watch
-from gradveil.clipping.weighing import Weighing
 from gradveil.errors import ConfigError, UnsupportedModelError
-from gradveil.kernels import cuda, programs
-from gradveil.kernels.layers import Layers, NativeWatch, layers
 
 
 class Clipper:

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradveil.clipping.per_sample_grads import MaterialisedUse, Use
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.rules.embedding import EmbeddingUse
 from gradveil.clipping.rules.linear import LinearUse
-from gradveil.clipping.uses import MaterialisedUse, Use
 
 
 def of_examples(use: Use, views: int) -> Use:

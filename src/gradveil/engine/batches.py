@@ -21,7 +21,7 @@ import warnings
 
 from gradveil.clipping import Harvest
 from gradveil.errors import PrivacyViolation
-from gradveil.sampling import Ticket
+from gradveil.mechanism.sampling import Ticket
 
 
 class Batches:

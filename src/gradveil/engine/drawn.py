@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from gradveil.clipping.passes import Pass
+from gradveil.clipping.backward_pass import Pass
 from gradveil.engine.batches import Batches
 from gradveil.errors import PrivacyViolation
 

@@ -28,34 +28,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gradveil import bounds as bound_rules
-from gradveil import joining
-from gradveil import ledger as ledgers
-from gradveil import ranks as processes
-from gradveil.book import Book
+from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
-from gradveil.clipping.taps import ModelHook, TrackedForward
+from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
+from gradveil.engine.guards import BudgetGuard, check_optimizer, fingerprint
 from gradveil.engine.header import run_header
 from gradveil.engine.layout import Layout
 from gradveil.engine.plain import HiddenGradients, PlainStep
+from gradveil.engine.release_log import Book
 from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
-from gradveil.guards import BudgetGuard, check_optimizer, fingerprint
-from gradveil.ledger import Durability, Ledger
-from gradveil.randomness import SecretKey
-from gradveil.records import Release, RunHeader
-from gradveil.release import Releaser
-from gradveil.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, check_no_repeats, source_of
-from gradveil.schedules import Schedule
-from gradveil.strategies import Parameters, Strategy
+from gradveil.mechanism import clip_bounds as bound_rules
+from gradveil.mechanism.distributed import prepare as joining
+from gradveil.mechanism.distributed import ranks as processes
+from gradveil.mechanism.noise.streams import SecretKey
+from gradveil.mechanism.records import Release, RunHeader
+from gradveil.mechanism.release import Releaser
+from gradveil.mechanism.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, check_no_repeats, source_of
+from gradveil.mechanism.schedules import Schedule
+from gradveil.mechanism.strategies import Parameters, Strategy
 
 if TYPE_CHECKING:
     from gradveil.accounting import Statement
-    from gradveil.recording import Recorder
+    from gradveil.engine.record_gradients import Recorder
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -75,7 +75,7 @@ class PrivacyEngine:
         sampling        poisson (default), without-replacement, with-replacement; shuffle needs allow_unproved
         clipping        per-layer (default), flat, or a mapping of group names to parameter names
         reading         of the l2-max strategies: "example" (default, the paper's text) or "batch"
-        decay, *_decay, *_end   shape and end value of what decays (see :func:`gradveil.strategies.parameters`)
+        decay, *_decay, *_end   shape and end value of what decays (:func:`gradveil.mechanism.strategies.parameters`)
         fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
         options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
         loss_reduction  what the user's loss does over the batch: "mean" or "sum"
@@ -519,7 +519,7 @@ class PrivacyEngine:
         The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
         ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see recording.py.
         """
-        from gradveil.recording import Recorder
+        from gradveil.engine.record_gradients import Recorder
 
         if self._in_graphs:
             raise ConfigError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradveil.guards import salt
-from gradveil.records import RunHeader
-from gradveil.version import __version__
+from gradveil import __version__
+from gradveil.engine.guards import salt
+from gradveil.mechanism.records import RunHeader
 
 if TYPE_CHECKING:
     from gradveil.engine.engine import PrivacyEngine

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradveil.engine.batches import Batches
 from gradveil.errors import ConfigError
-from gradveil.ranks import Ranks
+from gradveil.mechanism.distributed.ranks import Ranks
 
 
 class HiddenGradients:

@@ -11,12 +11,12 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
+from gradveil.accounting.ledger import Durability
 from gradveil.clipping import Clipping
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.ledger import Durability
-from gradveil.records import why_unproved
-from gradveil.schedules import Schedule
-from gradveil.strategies import Parameters, Strategy, parameters
+from gradveil.mechanism.records import why_unproved
+from gradveil.mechanism.schedules import Schedule
+from gradveil.mechanism.strategies import Parameters, Strategy, parameters
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")

@@ -23,14 +23,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gradveil.book import Book
 from gradveil.clipping import Clipper, Harvest
 from gradveil.engine.batches import Batches
+from gradveil.engine.guards import NotFiniteCount
+from gradveil.engine.release_log import Book
 from gradveil.errors import BudgetExhausted, PrivacyViolation
-from gradveil.guards import NotFiniteCount
-from gradveil.randomness import NoiseSource, SecretKey, fresh_nonce
-from gradveil.ranks import Ranks
-from gradveil.release import Releaser
+from gradveil.mechanism.distributed.ranks import Ranks
+from gradveil.mechanism.noise.streams import NoiseSource, SecretKey, fresh_nonce
+from gradveil.mechanism.release import Releaser
 
 
 class PrivateStep:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from gradveil.data import CATALOGUE
 from gradveil.experiments import noise_decay, published, sensitivity, time
 from gradveil.experiments.cells import Cell
 from gradveil.experiments.compare import Claim, Entry, Report, Table
 from gradveil.experiments.experiment import READINGS, Experiment, Found, Row, proved, share
 from gradveil.experiments.plan import Plan
+from gradveil.training.data import CATALOGUE
 
 SETS = ("mnist", "fashion-mnist", "cifar10", "lfw")
 CLIP = 4.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gradveil.rundir import write_whole
+from gradveil.training.run_directory import write_whole
 
 Result = dict[str, Any]
 RESULT = "cell.json"
@@ -89,8 +89,8 @@ def _machine(device: str) -> str:
 
 
 def _train(settings: Result, folder: Path, place: Place) -> Result:
-    from gradveil import training
-    from gradveil.config import RunConfig
+    from gradveil.training import loop as training
+    from gradveil.training.config import RunConfig
 
     where, seed = folder / "run", settings.pop("seed")
     shutil.rmtree(where, ignore_errors=True)  # one that was broken off begins anew: resumed, it would be charged twice
@@ -101,7 +101,7 @@ def _train(settings: Result, folder: Path, place: Place) -> Result:
 def _told(ended: Any) -> Result:
     """What tables are made of: the end of a run, and every look on the way with what was spent until then."""
     from gradveil.accounting import paper_curve
-    from gradveil.rundir import RunDirectory
+    from gradveil.training.run_directory import RunDirectory
 
     run = RunDirectory.open(ended.run_dir)
     contents = run.verified_ledger()
@@ -138,8 +138,8 @@ def _told(ended: Any) -> Result:
 def _attack(settings: Result, folder: Path, place: Place) -> Result:
     import numpy as np
 
-    from gradveil import data
     from gradveil.attacks.trial import Trial, run
+    from gradveil.training import data
 
     dataset = settings.pop("dataset")
     shown, of_run = settings.pop("shown", 0), settings.pop("of_run", None)
@@ -185,9 +185,10 @@ def _time(settings: Result, folder: Path, place: Place) -> Result:
     Each takes its turn first. Of a run the last ``steps`` count; in ``warm_up`` times as many before, kernels are
     compiled and steps captured.
     """
-    from gradveil import inputs, training
-    from gradveil.config import RunConfig
-    from gradveil.rundir import RunDirectory
+    from gradveil.training import inputs
+    from gradveil.training import loop as training
+    from gradveil.training.config import RunConfig
+    from gradveil.training.run_directory import RunDirectory
 
     rows, steps, before = settings.pop("rows"), settings.pop("steps"), settings.pop("warm_up")
     repeats, seed = settings.pop("repeats"), settings.pop("seed")

@@ -14,15 +14,15 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from gradveil import strategies
 from gradveil.accounting import Setting, Target, calibrate_sigma
-from gradveil.data import CATALOGUE
 from gradveil.experiments.cells import Cell
 from gradveil.experiments.compare import Claim, Report, Table
 from gradveil.experiments.drawing import enlarge, line, panels
 from gradveil.experiments.experiment import Experiment, Found, share
 from gradveil.experiments.plan import Plan
-from gradveil.strategies import SIGMA_END_RATIO
+from gradveil.mechanism import strategies
+from gradveil.mechanism.strategies import SIGMA_END_RATIO
+from gradveil.training.data import CATALOGUE
 
 STRATEGIES = tuple(name for name in strategies.names() if strategies.get(name).guarantee == "proved")
 LAYERS = 3  # of the paper's networks, clipped apart

@@ -60,7 +60,7 @@ READINGS = ("example", "batch")
 
 def rows_of(*strategies: str) -> tuple[Row, ...]:
     """Both readings side by side wherever there are two."""
-    from gradveil import strategies as known
+    from gradveil.mechanism import strategies as known
 
     found: list[Row] = []
     for name in strategies:

@@ -13,15 +13,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from gradveil import schedules
 from gradveil.accounting import paper_curve
-from gradveil.config import DEFAULTS
-from gradveil.data import CATALOGUE
 from gradveil.experiments import published, sensitivity
 from gradveil.experiments.cells import Cell, Result
 from gradveil.experiments.compare import Claim, Entry, Report, Table
 from gradveil.experiments.experiment import READINGS, Experiment, Found, Row, proved, rows_of, share
 from gradveil.experiments.plan import Plan
+from gradveil.mechanism import schedules
+from gradveil.training.config import DEFAULTS
+from gradveil.training.data import CATALOGUE
 
 CLIP, SIGMA, DELTA = 4.0, 6.0, 1e-5
 ROWS = rows_of("dyn-sigma", "dyn-sigma-decay", "dyn-sigma-l2max", "dyn-s-sigma")

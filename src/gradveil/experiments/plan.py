@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradveil.config import DEFAULTS
-from gradveil.data import CATALOGUE
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.experiments.cells import Cell
+from gradveil.training.config import DEFAULTS
+from gradveil.training.data import CATALOGUE
 
 Scale = Literal["quick", "full"]
 

@@ -7,14 +7,14 @@ run. How the settings were chosen is said beside each row, and what that choice 
 
 from __future__ import annotations
 
-from gradveil import recipes
 from gradveil.experiments import published
 from gradveil.experiments.cells import Cell
 from gradveil.experiments.compare import Claim, Entry, Report, Table
 from gradveil.experiments.experiment import Experiment, Found, proved, share
 from gradveil.experiments.plan import Plan
-from gradveil.recipes import Recipe
-from gradveil.recipes.selection import epsilon_with_search
+from gradveil.training import recipes
+from gradveil.training.recipes import Recipe
+from gradveil.training.recipes.selection import epsilon_with_search
 
 SETS = ("mnist", "fashion-mnist", "cifar10")
 PUBLISHED = 0.823  # the paper's epsilon by MA, which its accuracies are quoted at

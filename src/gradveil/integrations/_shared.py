@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from gradveil.errors import ConfigError
-from gradveil.sampling import PrivateLoader, check_loader
+from gradveil.mechanism.sampling import PrivateLoader, check_loader
 
 if TYPE_CHECKING:
     from gradveil.engine import PrivacyEngine

@@ -27,7 +27,7 @@ from gradveil.integrations._shared import epsilon_name, require
 
 if TYPE_CHECKING:
     from gradveil.accounting import Statement
-    from gradveil.training import Progress, Result
+    from gradveil.training.loop import Progress, Result
 
 LOSS = "loss/not-private"
 ACCURACY = "accuracy"

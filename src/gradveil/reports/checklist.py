@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gradveil.records import RunHeader
+from gradveil.mechanism.records import RunHeader
 from gradveil.reports.charts import label, must_withhold
 from gradveil.reports.facts import PICTURES, RunFacts
-from gradveil.rundir import RunDirectory
+from gradveil.training.run_directory import RunDirectory
 
 Answer = Literal["satisfied", "open", "not applicable"]
 

@@ -18,11 +18,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradveil.config import RunConfig, read_toml
+from gradveil.accounting.ledger import Contents
+from gradveil.accounting.ledger import read as read_ledger
 from gradveil.errors import GradveilError, LedgerError, RunDirectoryError
-from gradveil.ledger import Contents
-from gradveil.ledger import read as read_ledger
-from gradveil.rundir import RunDirectory
+from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import numpy as np

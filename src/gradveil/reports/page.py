@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from gradveil import __version__
 from gradveil.reports.charts import WITHHELD, figures, mark, must_withhold
 from gradveil.reports.checklist import Item, checklist, not_tested
 from gradveil.reports.comparison import HEADINGS, row_of, shown
 from gradveil.reports.facts import AttackFacts, RunFacts
-from gradveil.rundir import write_whole
-from gradveil.version import __version__
+from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
     import numpy as np

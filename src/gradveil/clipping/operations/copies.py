@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
+from gradveil.clipping.backward_pass import Call
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Site
 from gradveil.clipping.operations.routing import Owners
 from gradveil.clipping.operations.sources import Source
-from gradveil.clipping.passes import Call
-from gradveil.clipping.surroundings import no_autocast
-from gradveil.clipping.uses import MaterialisedUse, wide
+from gradveil.clipping.per_sample_grads import MaterialisedUse, wide
+from gradveil.clipping.validation.surroundings import no_autocast
 
 if TYPE_CHECKING:
     from gradveil.clipping.operations.tracking import Tracking

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gradveil.clipping.backward_pass import Call
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Site
 from gradveil.clipping.operations.sources import Source
 from gradveil.clipping.operations.table import writes_in_place
-from gradveil.clipping.passes import Call
-from gradveil.clipping.surroundings import Autocast, no_autocast, no_saved_tensor_hooks
-from gradveil.clipping.uses import MaterialisedUse, wide
+from gradveil.clipping.per_sample_grads import MaterialisedUse, wide
+from gradveil.clipping.validation.surroundings import Autocast, no_autocast, no_saved_tensor_hooks
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.clipping.row_differences import tolerance
+from gradveil.clipping.validation.row_differences import tolerance
 
 UNSEEN = -1  # ``inner`` of a fold whose rows do not change with an example
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gradveil.clipping.passes import Call
+from gradveil.clipping.backward_pass import Call
 from gradveil.clipping.rules.linear import LinearUse
-from gradveil.clipping.surroundings import no_autocast
+from gradveil.clipping.validation.surroundings import no_autocast
 
 if TYPE_CHECKING:
     from gradveil.clipping.clipper import Clipper

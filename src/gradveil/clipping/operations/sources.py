@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.clipping.per_sample_grads import MaterialisedUse, Use, Weigh, wide
 from gradveil.clipping.rules.embedding import EmbeddingUse
-from gradveil.clipping.uses import MaterialisedUse, Use, Weigh, wide
 
 Key = Any
 

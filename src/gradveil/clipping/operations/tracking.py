@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradveil.clipping.backward_pass import Call
 from gradveil.clipping.operations import copies, last_resort
 from gradveil.clipping.operations.decompositions import DECOMPOSED, RECURRENT
 from gradveil.clipping.operations.layout import Layout
@@ -45,17 +46,16 @@ from gradveil.clipping.operations.table import (
     LayerOperation,
     writes_in_place,
 )
-from gradveil.clipping.own_loss import OWN as OWN_LOSSES
-from gradveil.clipping.own_loss import cross_entropy
-from gradveil.clipping.passes import Call
-from gradveil.clipping.surroundings import no_saved_tensor_hooks
+from gradveil.clipping.validation.own_loss import OWN as OWN_LOSSES
+from gradveil.clipping.validation.own_loss import cross_entropy
+from gradveil.clipping.validation.surroundings import no_saved_tensor_hooks
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from gradveil.clipping.backends.native_layers import NativeLayer
+    from gradveil.clipping.backward_pass import Pass
     from gradveil.clipping.clipper import Clipper
-    from gradveil.clipping.native_layers import NativeLayer
-    from gradveil.clipping.passes import Pass
-    from gradveil.clipping.units import Unit
+    from gradveil.clipping.tracked_modules import Unit
 
 _LISTS = (list, tuple)
 _PLAIN_BATCH = Layout(0, 1)

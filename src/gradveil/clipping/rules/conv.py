@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradveil.clipping.per_sample_grads import Use, as_multiplied
 from gradveil.clipping.rules.conv_use import ConvUse
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, as_multiplied
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping import performance
+from gradveil.clipping.backends import native
+from gradveil.clipping.per_sample_grads import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair, workspace
 from gradveil.clipping.rules.conv_plan import VECTOR, patches_of_a_row, plan_for
-from gradveil.clipping.uses import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair, workspace
-from gradveil.kernels import native
 
 
 def _is_plain(t: Tensor) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradveil.clipping.per_sample_grads import Use, Weigh, keep_rows, wide
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import Use, Weigh, keep_rows, wide
 from gradveil.errors import UnsupportedModelError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradveil.clipping.uses import Use
+from gradveil.clipping.per_sample_grads import Use
 
 
 class LayerRule:

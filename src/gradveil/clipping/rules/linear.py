@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping import performance
-from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import (
+from gradveil.clipping.backends import cuda, native
+from gradveil.clipping.per_sample_grads import (
     HALVES,
     Use,
     Weigh,
@@ -27,7 +27,7 @@ from gradveil.clipping.uses import (
     weights_of,
     wide_pair,
 )
-from gradveil.kernels import cuda, native
+from gradveil.clipping.rules.layer import LayerRule
 
 
 def choose_formula(positions: int, inputs: int, outputs: int) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradveil.clipping.backends import cuda, native
+from gradveil.clipping.per_sample_grads import MaterialisedUse, Use, wide, wide_pair
 from gradveil.clipping.rules.layer import LayerRule
-from gradveil.clipping.uses import MaterialisedUse, Use, wide, wide_pair
-from gradveil.kernels import cuda, native
 
 
 def _over_positions(t: Tensor, last: int) -> Tensor:
