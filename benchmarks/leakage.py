@@ -29,11 +29,11 @@ import torch
 from machine import description
 from torch.nn import functional as F
 
-from gradveil.attacks.attack import full_precision
-from gradveil.attacks.matching import CPL
-from gradveil.attacks.observe import observe
-from gradveil.attacks.pictures import Line, draw_grid
-from gradveil.attacks.trial import Outcome, Trial, run
+from gradveil.attacks.methods.base import full_precision
+from gradveil.attacks.methods.matching import CPL
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.scoring.pictures import Line, draw_grid
+from gradveil.attacks.trial import AttackConfig, AttackResult, run
 from gradveil.attacks.untrained import untrained
 from gradveil.experiments.leakage import ATTACKS, SETS, STRATEGIES
 from gradveil.training import data
@@ -62,7 +62,7 @@ def load(name: str, folder: Path) -> DataSet:
 
 
 @full_precision()
-def sequential(dataset: DataSet, trial: Trial, victims: int) -> dict[str, float]:
+def sequential(dataset: DataSet, trial: AttackConfig, victims: int) -> dict[str, float]:
     """Seconds for each victim: all at once, and some of them alone with torch.optim.LBFGS, to the same end."""
     generator = torch.Generator().manual_seed(trial.seed)
     device = torch.device(trial.device)
@@ -125,7 +125,7 @@ def _alone(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, iterations:
     return iterations
 
 
-def pictures(outcome: Outcome) -> dict[str, np.ndarray[Any, Any]]:
+def pictures(outcome: AttackResult) -> dict[str, np.ndarray[Any, Any]]:
     def bytes_of(x: torch.Tensor) -> np.ndarray[Any, Any]:
         return (x[:SHOWN, 0].clamp(0, 1).nan_to_num(0.5) * 255).round().to(torch.uint8).cpu().numpy()
 
@@ -169,7 +169,7 @@ def draw_fixed(sets: dict[str, DataSet], args: argparse.Namespace) -> None:
         for label, settings in FIXED.items():
             for attack in ("cpl", "map"):
                 how = {"victims": 1, "iterations": args.iterations, "device": args.device, "seed": args.seed}
-                outcome = run(Trial(attack=attack, **(settings | how)), dataset)
+                outcome = run(AttackConfig(attack=attack, **(settings | how)), dataset)
                 if not row:
                     row.append(("original", outcome.secret.x[0, 0]))
                 reached = outcome.score.summary()["psnr_median"]
@@ -226,7 +226,7 @@ def main() -> None:
             np.savez_compressed(args.pictures, **drawn)
 
     if args.speed and "speed" not in results:
-        fast = Trial(victims=100, iterations=args.iterations, device=args.device)
+        fast = AttackConfig(victims=100, iterations=args.iterations, device=args.device)
         results["speed"] = sequential(sets["mnist"], fast, args.speed)
         print("speed", results["speed"], flush=True)
     for name, dataset in sets.items():
@@ -236,7 +236,7 @@ def main() -> None:
                     continue
                 settings = {"victims": args.victims, "iterations": args.iterations, "device": args.device}
                 view = "per-example" if label == "non-private" else "per-example-noised"
-                outcome = run(Trial(attack=attack, view=view, **(settings | STRATEGIES[label])), dataset)
+                outcome = run(AttackConfig(attack=attack, view=view, **(settings | STRATEGIES[label])), dataset)
                 row = {"dataset": name, "strategy": label, "attack": attack, **outcome.to_dict()}
                 results["rows"].append(row)
                 for key, array in pictures(outcome).items():

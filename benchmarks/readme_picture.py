@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gradveil.attacks.pictures import draw_grid
+from gradveil.attacks.scoring.pictures import draw_grid
 from gradveil.reports.facts import read_run
 
 SHOWN = (  # run, attack, title

@@ -69,7 +69,7 @@ def ways(dataset: str) -> Iterator[Way]:
     yield Way(best, 0.823, batch, steps, schedule="cosine")
 
 
-class Trial:
+class AttackConfig:
     """The features of one data set, made as they are asked for, and the models trained on them."""
 
     def __init__(self, dataset: str, device: str, data_dir: str | None) -> None:
@@ -166,7 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     began = time.perf_counter()
-    trial = Trial(args.dataset, args.device, args.data_dir)
+    trial = AttackConfig(args.dataset, args.device, args.data_dir)
     for way in islice(ways(args.dataset), args.most):
         if time.perf_counter() - began > args.seconds:
             print("out of time")

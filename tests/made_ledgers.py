@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 
 from gradveil.accounting.ledger import Ledger
 from gradveil.engine import PrivacyEngine
-from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.records import AuxiliaryRelease, Release, RunHeader
 from gradveil.mechanism.schedules import from_dict
 from gradveil.mechanism.strategies import parameters
 from made_records import release_at
 
-COUNTS = SideRelease(name="within-bound counts", values=(1.25, -7.5e-3), sensitivity=2**-0.5, noise_std=15.0)
+COUNTS = AuxiliaryRelease(name="within-bound counts", values=(1.25, -7.5e-3), sensitivity=2**-0.5, noise_std=15.0)
 
 
 def make_header(strategy: str = "baseline", *, steps: int = 20, groups: int = 2, **plan: Any) -> RunHeader:

@@ -14,8 +14,8 @@ from gradveil.clipping import Clipper, clipped_sums, make_groups
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import ConfigError
 from gradveil.mechanism import strategies
-from gradveil.mechanism.clip_bounds import EstimatedBounds, NormalisedBounds
-from gradveil.mechanism.records import SideRelease
+from gradveil.mechanism.clip_bounds import AutoClip, SearchedClip
+from gradveil.mechanism.records import AuxiliaryRelease
 from loops import dataset, network, run, start
 
 QUIET = {"count_noise": 1.0}  # enough for a test to see what the counts say
@@ -23,7 +23,7 @@ QUIET = {"count_noise": 1.0}  # enough for a test to see what the counts say
 
 def estimate(*, clip=4.0, steps=200, batch_size=600.0, groups=2, **options):
     plan = strategies.parameters("dyn-private", steps=steps, clip=clip, sigma=6.0)
-    return EstimatedBounds(plan, [None] * groups, batch_size=batch_size, **options)
+    return SearchedClip(plan, [None] * groups, batch_size=batch_size, **options)
 
 
 def follow(rule, norms, steps):
@@ -32,7 +32,9 @@ def follow(rule, norms, steps):
         within = [
             float((norms[g] <= bound).mean() - 0.5) * rule.batch_size for g, bound in enumerate(rule.bounds(step))
         ]
-        rule.learn((SideRelease(name="counts", values=tuple(within), sensitivity=1.0, noise_std=1.0),), {}, 6.0, 600.0)
+        rule.learn(
+            (AuxiliaryRelease(name="counts", values=tuple(within), sensitivity=1.0, noise_std=1.0),), {}, 6.0, 600.0
+        )
     return rule
 
 
@@ -90,7 +92,7 @@ def test_noise_of_one_count_hardly_moves_a_bound():
     small = estimate(batch_size=22.0, groups=1)  # counts of a batch of 22 are noised by 30
     before = small.bounds(0)[0]
     value = small.count_noise  # at the median, one standard deviation off
-    small.learn((SideRelease(name="counts", values=(value,), sensitivity=0.5, noise_std=30.0),), {}, 6.0, 22.0)
+    small.learn((AuxiliaryRelease(name="counts", values=(value,), sensitivity=0.5, noise_std=30.0),), {}, 6.0, 22.0)
     assert small.bounds(1)[0] == pytest.approx(before * math.exp(-0.05))
 
 
@@ -175,7 +177,7 @@ def test_normalised_sums_are_those_of_one_example_at_a_time(clipping, gamma):
         assert torch.allclose(parameter.grad, expected.sums[name], rtol=1e-9, atol=1e-12)
     for g in range(len(groups)):
         largest = float((expected.norms[:, g] / (expected.norms[:, g] + gamma)).max())
-        assert clipper.harvest.largest(g) == pytest.approx(largest)
+        assert clipper.clip_stats.largest(g) == pytest.approx(largest)
     clipper.detach()
 
 
@@ -207,4 +209,4 @@ def test_normalised_has_no_clip_bound():
 def test_gamma_is_positive(gamma):
     plan = strategies.parameters("normalised", steps=3, sigma=1.0)
     with pytest.raises(ConfigError, match="no direction"):
-        NormalisedBounds(plan, [None], gamma=gamma)
+        AutoClip(plan, [None], gamma=gamma)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil.attacks import observation
-from gradveil.attacks.from_capture import defence_of, load_capture
-from gradveil.attacks.gradients import VictimGradients
-from gradveil.attacks.inversion import MAP
-from gradveil.attacks.matching import CPL
+from gradveil.attacks.methods.inversion import MAP
+from gradveil.attacks.methods.matching import CPL
+from gradveil.attacks.observation import views as observation
+from gradveil.attacks.observation.from_capture import defence_of, load_capture
+from gradveil.attacks.observation.gradients import VictimGradients
 from gradveil.engine import cuda_graph as captured
 from gradveil.engine import record_gradients as recording
 from gradveil.errors import ConfigError, DataError, RunDirectoryError, UnknownNameError

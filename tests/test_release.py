@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from gradveil.clipping import Clipper, clipped_sums, make_groups
 from gradveil.engine.step import PrivateStep
 from gradveil.mechanism import strategies
-from gradveil.mechanism.clip_bounds import QuantileBounds, WhitenedBounds
+from gradveil.mechanism.clip_bounds import AdaClip, QuantileClip
 from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
 from gradveil.mechanism.records import Release
 from gradveil.mechanism.schedules import DECAYS
@@ -267,9 +267,9 @@ def test_quantile_counts_are_noised_at_the_recorded_std():
 def test_quantile_default_count_noise():
     plan = strategies.parameters("quantile-clip", steps=5, clip=1.0, sigma=6.0)
     groups = [dataclasses.make_dataclass("G", ["name"])("a")]
-    assert QuantileBounds(plan, groups, batch_size=600.0).count_noise == 30.0
-    assert QuantileBounds(plan, groups, batch_size=6000.0).count_noise == 300.0
-    assert QuantileBounds(plan, groups, batch_size=20.0).count_noise == 30.0
+    assert QuantileClip(plan, groups, batch_size=600.0).count_noise == 30.0
+    assert QuantileClip(plan, groups, batch_size=6000.0).count_noise == 300.0
+    assert QuantileClip(plan, groups, batch_size=20.0).count_noise == 30.0
 
 
 # ---- adaclip (Pichapati et al.)
@@ -280,7 +280,7 @@ def test_adaclip_is_its_algorithm_one_example_at_a_time():
     engine, model, opt, loader = start(strategy="adaclip", model=model, steps=6, seed=4, sigma=0.5)
     in_double(loader)
     rule = engine.rule
-    assert isinstance(rule, WhitenedBounds)
+    assert isinstance(rule, AdaClip)
     for x, y in loader:
         before = {n: (rule.mean[n].clone(), rule.spread[n].clone()) for n in rule.mean}
         sums = {n: torch.zeros_like(m) for n, (m, _) in before.items()}

@@ -27,7 +27,7 @@ from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
     from gradveil.accounting import PaperEpsilon, ProvedEpsilon
-    from gradveil.attacks.trial import Outcome
+    from gradveil.attacks.trial import AttackResult
     from gradveil.reports.gates import Gate
     from gradveil.training.loop import Progress, Result
 
@@ -68,11 +68,11 @@ def attack(
     data_dir: str | None = None,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
-) -> Outcome:
+) -> AttackResult:
     """Attack gradients as a strategy would release them: of an untrained network, or of ``run`` at its next step.
 
-    ``settings`` are those of :class:`gradveil.attacks.trial.Trial`: attack, strategy, victims, view, clip, sigma,
-    iterations, seed, device. A run has its own strategy, steps and batch size; what is found is kept in it.
+    ``settings`` are those of :class:`gradveil.attacks.trial.AttackConfig`: attack, strategy, victims, view, clip,
+    sigma, iterations, seed, device. A run has its own strategy, steps and batch size; what is found is kept in it.
 
     >>> found = attack(attack="cpl", strategy="non-private", victims=2, iterations=20)
     >>> bool(found.score.summary()["psnr_median"] > 30)
@@ -82,7 +82,7 @@ def attack(
     from gradveil.training import data
 
     if run is None:
-        return trial.run(trial.Trial(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
+        return trial.run(trial.AttackConfig(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
     from gradveil.attacks.from_run import load_target
 
     own = sorted({"strategy", "steps", "step", "training_batch", "network"} & settings.keys())
@@ -91,7 +91,7 @@ def attack(
     target = load_target(Path(run), data_dir=data_dir)
     theirs = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
     theirs |= {"step": target.step, "steps": target.plan.steps}
-    tried = trial.Trial(**{"view": "per-example-noised", **settings, **theirs})
+    tried = trial.AttackConfig(**{"view": "per-example-noised", **settings, **theirs})
     private = target.plan.strategy.is_private
     outcome = trial.run(
         tried,
@@ -106,12 +106,12 @@ def attack(
     return outcome
 
 
-def keep_attack(outcomes: list[Outcome], folder: Path, *, dataset: str, model: str) -> None:
+def keep_attack(outcomes: list[AttackResult], folder: Path, *, dataset: str, model: str) -> None:
     """Write trials into a folder: their figures for everybody; pictures, and seeds, for the owner only.
 
     A trial's seed is not the run's, but it says which examples were attacked.
     """
-    from gradveil.attacks.pictures import keep_pictures
+    from gradveil.attacks.scoring.pictures import keep_pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     trials = [outcome.to_dict() for outcome in outcomes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.records import AuxiliaryRelease, Release, RunHeader
 from gradveil.mechanism.schedules import Constant
 from made_records import release_at
 
@@ -41,7 +41,7 @@ def make_run(
     *,
     sigmas: Sequence[float] | None = None,
     taken: int = 10_000,
-    side: tuple[SideRelease, ...] = (),
+    side: tuple[AuxiliaryRelease, ...] = (),
     **header: Any,
 ) -> tuple[RunHeader, list[Release]]:
     """A header and its releases: ``sigmas``, or ``taken`` steps at 6."""

@@ -13,38 +13,38 @@ from gradveil.accounting import plan as plans
 from gradveil.errors import ConfigError
 from gradveil.mechanism import strategies
 from gradveil.mechanism.records import (
+    AuxiliaryRelease,
     Release,
     RunHeader,
-    SideRelease,
     inverse_square,
     noise_multiplier,
     planned_multiplier,
     why_unproved,
 )
-from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, parameters
 from made_records import release_at
 
 PROVED = [name for name in strategies.names() if strategies.get(name).guarantee == "proved"]
 GROUPS, POPULATION, BATCH, STEPS, DELTA = 3, 2_000, 50, 40, 1e-5
 
 
-def count_noise(plan: Parameters) -> float:
-    """As bounds.QuantileBounds chooses it: it grows with sigma."""
+def count_noise(plan: PrivacyPlan) -> float:
+    """As bounds.QuantileClip chooses it: it grows with sigma."""
     return max(BATCH / 20.0, 5.0 * plan.sigma.start)
 
 
-def side_of(plan: Parameters) -> float:
+def side_of(plan: PrivacyPlan) -> float:
     return GROUPS / (2.0 * count_noise(plan)) ** 2
 
 
-def counts(plan: Parameters) -> tuple[SideRelease, ...]:
+def counts(plan: PrivacyPlan) -> tuple[AuxiliaryRelease, ...]:
     if not plan.strategy.bounds.startswith("private"):
         return ()
     noise = count_noise(plan)
-    return (SideRelease(name="counts", values=(0.0,) * 3, sensitivity=math.sqrt(GROUPS) / 2, noise_std=noise),)
+    return (AuxiliaryRelease(name="counts", values=(0.0,) * 3, sensitivity=math.sqrt(GROUPS) / 2, noise_std=noise),)
 
 
-def released(plan: Parameters, sampling: str) -> tuple[RunHeader, list[Release]]:
+def released(plan: PrivacyPlan, sampling: str) -> tuple[RunHeader, list[Release]]:
     """What an engine with this plan records."""
     header = RunHeader(
         strategy=plan.strategy.name,
@@ -70,8 +70,8 @@ def released(plan: Parameters, sampling: str) -> tuple[RunHeader, list[Release]]
     return header, releases
 
 
-def calibrated(epsilon: float, *, sampling: str = "poisson", least: float = 0.0, **settings: Any) -> Parameters:
-    def plan_of(sigma: float) -> Parameters:
+def calibrated(epsilon: float, *, sampling: str = "poisson", least: float = 0.0, **settings: Any) -> PrivacyPlan:
+    def plan_of(sigma: float) -> PrivacyPlan:
         return parameters(**{"strategy": "baseline", "steps": STEPS, "clip": 2.0} | settings, sigma=sigma)
 
     sigma = calibrate_plan(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gradveil.accounting import paper_epsilons, proved_epsilon
 from gradveil.accounting._quantize import cells
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.mechanism.records import SideRelease
+from gradveil.mechanism.records import AuxiliaryRelease
 from gradveil.mechanism.schedules import Exponential, Linear
 
 STEPS = (10_000, 7_996, 6_000, 5_419, 5_000)
@@ -206,7 +206,7 @@ def test_recovered_and_redone_steps_are_charged() -> None:
 def test_side_releases_are_charged_jointly(groups: int) -> None:
     sigma, sigma_b = 6.0, 30.0
     names = tuple("abc"[:groups])
-    side = (SideRelease(name="b", values=(0.0,) * groups, sensitivity=math.sqrt(groups) / 2, noise_std=sigma_b),)
+    side = (AuxiliaryRelease(name="b", values=(0.0,) * groups, sensitivity=math.sqrt(groups) / 2, noise_std=sigma_b),)
     joint = proved_epsilon(*make_run(taken=1_000, groups=names, side=side)).epsilon
     z = (groups / sigma**2 + groups / (2 * sigma_b) ** 2) ** -0.5
     assert joint == pytest.approx(proved_epsilon(*make_run(sigmas=[z] * 1_000)).epsilon, rel=1e-9)

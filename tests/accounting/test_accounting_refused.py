@@ -10,7 +10,7 @@ import pytest
 from accounting_records import make_header, make_release, make_run
 
 from gradveil.accounting import affordable_steps, proved_epsilon, statement
-from gradveil.mechanism.records import Release, SideRelease
+from gradveil.mechanism.records import AuxiliaryRelease, Release
 
 NAN, INF = math.nan, math.inf
 FIXED = {"guarantee": "paper-only", "strategy": "dyn-s-l2max"}
@@ -23,8 +23,8 @@ def reason(header, releases, **view: Any) -> str:
     return got.reason
 
 
-def side(sensitivity: float = 0.5, noise_std: float = 1.0) -> tuple[SideRelease, ...]:
-    return (SideRelease(name="counts", values=(0.0,), sensitivity=sensitivity, noise_std=noise_std),)
+def side(sensitivity: float = 0.5, noise_std: float = 1.0) -> tuple[AuxiliaryRelease, ...]:
+    return (AuxiliaryRelease(name="counts", values=(0.0,), sensitivity=sensitivity, noise_std=noise_std),)
 
 
 # --- numbers that are no numbers ----------------------------------------------------------------

@@ -12,7 +12,7 @@ from accounting_records import make_header, make_release, make_run
 
 from gradveil.accounting import affordable_steps, proved_epsilon, reconstruction_bound, statement
 from gradveil.errors import UnknownNameError
-from gradveil.mechanism.records import Release, RunHeader, SideRelease
+from gradveil.mechanism.records import AuxiliaryRelease, Release, RunHeader
 from gradveil.mechanism.schedules import Constant, Exponential, Linear
 
 
@@ -24,8 +24,8 @@ def with_plan(header: RunHeader, **plan: Any) -> RunHeader:
     return dataclasses.replace(header, plan={**header.plan, **plan})
 
 
-def side(sensitivity: float = 0.5, noise_std: float = 1.0) -> tuple[SideRelease, ...]:
-    return (SideRelease(name="counts", values=(0.0,), sensitivity=sensitivity, noise_std=noise_std),)
+def side(sensitivity: float = 0.5, noise_std: float = 1.0) -> tuple[AuxiliaryRelease, ...]:
+    return (AuxiliaryRelease(name="counts", values=(0.0,), sensitivity=sensitivity, noise_std=noise_std),)
 
 
 # --- the rule -----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_the_affordable_steps_are_those_that_are_charged(stopping: str) -> None:
 def test_steps_not_taken_follow_the_plan() -> None:
     sigma = Exponential.to(8.0, end=4.0, steps=50)
     plan = {"clip": Constant(start=4.0).to_dict(), "sigma": sigma.to_dict(), "fixed_variance": False}
-    counts = (SideRelease(name="counts", values=(0.1,) * 3, sensitivity=math.sqrt(3) / 2, noise_std=30.0),)
+    counts = (AuxiliaryRelease(name="counts", values=(0.1,) * 3, sensitivity=math.sqrt(3) / 2, noise_std=30.0),)
     header, releases = make_run(sigmas=[sigma(t) for t in range(50)], plan=plan, groups=("a", "b", "c"), side=counts)
     assert proved_epsilon(header, releases[:7]).epsilon == pytest.approx(
         proved_epsilon(header, releases).epsilon, rel=1e-9

@@ -6,17 +6,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil.accounting.reconstruction_robustness import one_step_bound
-from gradveil.attacks.analytic import Analytic, leaking_layer
-from gradveil.attacks.attack import Reconstruction
-from gradveil.attacks.gradients import VictimGradients, clip_groups
-from gradveil.attacks.inversion import MAP
-from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.matching import CPL, DLG, IDLG
-from gradveil.attacks.metrics import matched, mse, psnr, rank_in, ssim
-from gradveil.attacks.observation import Defence, Observation, Sight
-from gradveil.attacks.observe import observe
-from gradveil.attacks.prior import Prior
-from gradveil.attacks.score import controls, score
+from gradveil.attacks.methods.analytic import Analytic, leaking_layer
+from gradveil.attacks.methods.base import Reconstruction
+from gradveil.attacks.methods.inversion import MAP
+from gradveil.attacks.methods.labels import infer_labels
+from gradveil.attacks.methods.matching import CPL, DLG, IDLG
+from gradveil.attacks.methods.prior import Prior
+from gradveil.attacks.observation.gradients import VictimGradients, clip_groups
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.observation.views import Observation, ReleaseParams, StepObservation
+from gradveil.attacks.scoring.evaluate import controls, score
+from gradveil.attacks.scoring.metrics import matched, mse, psnr, rank_in, ssim
 from gradveil.attacks.seeds import SEEDS, make_seed
 from gradveil.clipping import make_groups
 from gradveil.errors import ConfigError, UnknownNameError, UnsupportedModelError
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_every_victim_alone(digits):
 def test_clipping_is_the_defences(digits):
     module = net(digits).double()
     x, y = victims(digits, 2, 3)
-    defence = Defence(groups=make_groups(module, "per-layer"), clip=(0.3,) * 5)
+    defence = ReleaseParams(groups=make_groups(module, "per-layer"), clip=(0.3,) * 5)
     model = VictimGradients(module, dict(module.state_dict()))
     with torch.no_grad():
         clipped = clip_groups(model.per_example(x.double(), y), defence)
@@ -161,13 +161,15 @@ def test_what_does_not_fit_is_refused(digits):
 
 
 def _with(sight, name, gradient):
-    return Sight(step=0, gradients={**sight.gradients, name: gradient}, weights=sight.weights, defence=sight.defence)
+    return StepObservation(
+        step=0, gradients={**sight.gradients, name: gradient}, weights=sight.weights, defence=sight.defence
+    )
 
 
 def test_an_attack_that_diverges_is_a_failed_one_and_not_a_crash(digits):
     seen, _ = see(digits, 2)
     huge = {n: g * 1e30 for n, g in seen.sights[0].gradients.items()}
-    sight = Sight(step=0, gradients=huge, weights=seen.sights[0].weights, defence=seen.sights[0].defence)
+    sight = StepObservation(step=0, gradients=huge, weights=seen.sights[0].weights, defence=seen.sights[0].defence)
     wild = Observation(module=seen.module, sights=(sight,), input_shape=(1, 8, 8), classes=10)
     for attack in (CPL(), MAP()):
         stolen = attack.run(wild, iterations=3, seed=0)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil.attacks.counts import _whole, expected_counts
-from gradveil.attacks.labels import counts_recovered, infer_labels
-from gradveil.attacks.observation import Public
-from gradveil.attacks.observe import observe
+from gradveil.attacks.methods.counts import _whole, expected_counts
+from gradveil.attacks.methods.labels import counts_recovered, infer_labels
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.observation.views import Public
 from gradveil.mechanism.strategies import parameters
 from gradveil.training import data, models
 

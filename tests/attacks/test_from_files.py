@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.from_files import (
+from gradveil.attacks.methods.analytic import Analytic
+from gradveil.attacks.methods.matching import CPL
+from gradveil.attacks.observation.from_files import (
     count_classes,
     load_factory,
     load_observation,
@@ -18,9 +19,8 @@ from gradveil.attacks.from_files import (
     load_weights,
     read_tensors,
 )
-from gradveil.attacks.matching import CPL
-from gradveil.attacks.metrics import psnr
-from gradveil.attacks.observe import observe
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.scoring.metrics import psnr
 from gradveil.errors import ConfigError, DataError, UnknownNameError, UnsupportedModelError
 from gradveil.mechanism.strategies import parameters
 from gradveil.training import data, models

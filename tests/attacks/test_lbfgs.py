@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradveil.attacks.lbfgs import BatchedLBFGS, CompactPairs, TwoLoops
+from gradveil.attacks.methods.lbfgs import BatchedLBFGS, CompactPairs, TwoLoops
 
 
 def functions():

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from gradveil.attacks.attack import Reconstruction
-from gradveil.attacks.observation import Secret
-from gradveil.attacks.onlooker import Onlooker, oracle
-from gradveil.attacks.trial import Trial, run
+from gradveil.attacks.methods.base import Reconstruction
+from gradveil.attacks.observation.views import GroundTruth
+from gradveil.attacks.scoring.oracle import Oracle, oracle
+from gradveil.attacks.trial import AttackConfig, run
 from gradveil.training import data
 
 
-def _secret(batch: int = 1) -> Secret:
+def _secret(batch: int = 1) -> GroundTruth:
     generator = torch.Generator().manual_seed(0)
-    return Secret(torch.rand(3, batch, 1, 8, 8, generator=generator), torch.zeros(3, batch, dtype=torch.int64))
+    return GroundTruth(torch.rand(3, batch, 1, 8, 8, generator=generator), torch.zeros(3, batch, dtype=torch.int64))
 
 
 def test_the_first_time_counts_and_who_never_came_out_does_not() -> None:
     secret = _secret()
-    looker = Onlooker(secret, torch.full((1, 8, 8), 0.5))
+    looker = Oracle(secret, torch.full((1, 8, 8), 0.5))
     x = torch.full_like(secret.x, 0.5)
     looker(1, x)
     x[0] = secret.x[0]
@@ -37,13 +37,13 @@ def test_the_first_time_counts_and_who_never_came_out_does_not() -> None:
 
 def test_the_examples_of_a_batch_may_come_out_in_another_order() -> None:
     secret = _secret(batch=4)
-    looker = Onlooker(secret, torch.full((1, 8, 8), 0.5))
+    looker = Oracle(secret, torch.full((1, 8, 8), 0.5))
     looker(7, secret.x.flip(1))
     assert bool((looker.clear == 7).all())
 
 
 def test_nothing_came_out() -> None:
-    looker = Onlooker(_secret(), torch.full((1, 8, 8), 0.5))
+    looker = Oracle(_secret(), torch.full((1, 8, 8), 0.5))
     looker(1, torch.full((3, 1, 1, 8, 8), float("nan")))
     assert looker.summary()["iterations_to_30_db_median"] is None
 
@@ -64,11 +64,11 @@ def test_the_oracle_is_never_worse_than_the_attack() -> None:
 
 def test_a_trial_reports_both() -> None:
     digits = data.load("digits")
-    plain = run(Trial(victims=4, attack="cpl", iterations=30), digits).to_dict()
+    plain = run(AttackConfig(victims=4, attack="cpl", iterations=30), digits).to_dict()
     assert plain["oracle"] is None
     assert plain["result"]["iterations_to_30_db_median"] <= 15
     counted: list[int] = []
-    trial = Trial(victims=4, attack="map", strategy="baseline", view="per-example-noised", iterations=12)
+    trial = AttackConfig(victims=4, attack="map", strategy="baseline", view="per-example-noised", iterations=12)
     noised = run(trial, digits, progress=counted.append)
     assert noised.oracle is not None
     assert noised.oracle["psnr_median"] >= noised.score.summary()["psnr_median"] - 1e-6

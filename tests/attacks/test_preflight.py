@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.anatomy import examine
+from gradveil.attacks.observation.model_structure import examine
 from gradveil.attacks.preflight import KAPPA, inspect_model, made_up
 from gradveil.errors import ConfigError, UnsupportedModelError
 

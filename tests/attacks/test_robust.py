@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.observe import observe
-from gradveil.attacks.prior import Prior
-from gradveil.attacks.score import score
+from gradveil.attacks.methods.prior import Prior
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.scoring.evaluate import score
 from gradveil.attacks.trial import ATTACKS, NAMES
 from gradveil.mechanism.strategies import parameters
 from gradveil.training import data

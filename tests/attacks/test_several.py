@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from gradveil.accounting.reconstruction_robustness import one_step_bound
-from gradveil.attacks.attack import squared_differences
-from gradveil.attacks.gradients import model_at
-from gradveil.attacks.inversion import MAP, precisions
-from gradveil.attacks.metrics import psnr
-from gradveil.attacks.prior import Prior
-from gradveil.attacks.several import observe_steps
-from gradveil.attacks.trial import Trial, run
+from gradveil.attacks.methods.base import squared_differences
+from gradveil.attacks.methods.inversion import MAP, precisions
+from gradveil.attacks.methods.prior import Prior
+from gradveil.attacks.observation.gradients import model_at
+from gradveil.attacks.observation.multi_step import observe_steps
+from gradveil.attacks.scoring.metrics import psnr
+from gradveil.attacks.trial import AttackConfig, run
 from gradveil.errors import ConfigError
 from gradveil.mechanism.strategies import parameters
 from gradveil.training import data, models
@@ -106,12 +106,12 @@ def test_rules_that_learn_do_so_between_the_steps(digits, strategy):
 
 def test_the_bound_is_of_all_that_is_seen(digits):
     settings = {"strategy": "baseline", "attack": "prior", "victims": 2, "view": "batch", "sigma": 40.0}
-    one = run(Trial(training_batch=1, **settings), digits)
-    four = run(Trial(training_batch=1, steps_seen=4, **settings), digits)
+    one = run(AttackConfig(training_batch=1, **settings), digits)
+    four = run(AttackConfig(training_batch=1, steps_seen=4, **settings), digits)
     z = 40.0 / 5**0.5  # five layers
     assert one.bound == pytest.approx(one_step_bound(z, one.kappa))
     assert four.bound == pytest.approx(one_step_bound(z / 2.0, four.kappa))
-    counted = run(Trial(training_batch=1, **(settings | {"strategy": "quantile-clip"})), digits)
+    counted = run(AttackConfig(training_batch=1, **(settings | {"strategy": "quantile-clip"})), digits)
     assert counted.bound > one.bound  # the released counts tell something too
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.gradients import VictimGradients
-from gradveil.attacks.matching import CPL
-from gradveil.attacks.metrics import psnr
-from gradveil.attacks.observe import observe
+from gradveil.attacks.methods.matching import CPL
+from gradveil.attacks.observation.gradients import VictimGradients
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.scoring.metrics import psnr
 from gradveil.attacks.seeds import start_of
 from gradveil.training import data, models
 

@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.attack import Reconstruction
-from gradveil.attacks.inversion import MAP
-from gradveil.attacks.marks import TableScore
-from gradveil.attacks.metrics import is_binary, psnr, wrong_features
-from gradveil.attacks.observation import Secret
-from gradveil.attacks.observe import observe
-from gradveil.attacks.score import controls, fewest_wrong, guessing_chance, score, table_rows
-from gradveil.attacks.trial import NAMES, Trial, run
+from gradveil.attacks.methods.analytic import Analytic
+from gradveil.attacks.methods.base import Reconstruction
+from gradveil.attacks.methods.inversion import MAP
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.observation.views import GroundTruth
+from gradveil.attacks.scoring.evaluate import controls, fewest_wrong, guessing_chance, score, table_rows
+from gradveil.attacks.scoring.metrics import is_binary, psnr, wrong_features
+from gradveil.attacks.scoring.scores import TableScore
+from gradveil.attacks.trial import NAMES, AttackConfig, run
 from gradveil.attacks.untrained import sigmoid_mlp
 from gradveil.cli import cli
 from gradveil.mechanism.strategies import parameters
@@ -65,7 +65,7 @@ def test_the_guess_is_the_best_of_zeros_ones_and_the_rounded_mean():
 def test_success_is_a_quarter_of_the_guess_which_is_the_margin_of_images():
     truth = torch.zeros(3, 1, 40)
     truth[..., :8] = 1.0  # all zeros are wrong in 8: a success has at most 2
-    secret = Secret(truth, torch.zeros(3, 1, dtype=torch.int64))
+    secret = GroundTruth(truth, torch.zeros(3, 1, dtype=torch.int64))
     x = torch.cat([flipped(truth[:1], n) for n in (0, 2, 3)])
     judged = score(found(x), secret, mean_image=torch.zeros(40))
     assert isinstance(judged, TableScore)
@@ -82,7 +82,7 @@ def test_success_is_a_quarter_of_the_guess_which_is_the_margin_of_images():
 
 
 def test_guessing_is_no_success(table):
-    secret = Secret(table.x_train[:20].unsqueeze(1), table.y_train[:20].unsqueeze(1))
+    secret = GroundTruth(table.x_train[:20].unsqueeze(1), table.y_train[:20].unsqueeze(1))
     others = table.x_train[20:]
     mean = others.mean(0)
     guesses = controls(
@@ -104,7 +104,7 @@ def test_guessing_is_no_success(table):
 
 @pytest.mark.parametrize("attack", NAMES)
 def test_every_attack_takes_rows_from_plain_gradients(table, attack):
-    outcome = run(Trial(attack=attack, victims=4, iterations=60), table).to_dict()
+    outcome = run(AttackConfig(attack=attack, victims=4, iterations=60), table).to_dict()
     result = outcome["result"]
     json.dumps(outcome, allow_nan=False)
     assert result["labels_right"] >= 0.75
@@ -126,7 +126,9 @@ def test_a_layer_without_a_bias_gives_rows_of_bits_away_too(table):
 
 
 def test_through_noise_the_defence_known_beats_the_guess_and_the_bound_stands_beside(table):
-    outcome = run(Trial(attack="map", strategy="baseline", view="per-example-noised", victims=6, iterations=120), table)
+    outcome = run(
+        AttackConfig(attack="map", strategy="baseline", view="per-example-noised", victims=6, iterations=120), table
+    )
     judged = outcome.score
     assert isinstance(judged, TableScore)
     assert float(judged.wrong.double().mean()) < 0.5 * float(judged.guess_wrong.double().mean())
@@ -144,7 +146,7 @@ def test_nothing_is_smooth_about_a_table(table):
 
 
 def test_batches_of_rows_are_matched_and_counted(table):
-    outcome = run(Trial(attack="map", victims=2, batch=3, view="batch", iterations=60), table).to_dict()
+    outcome = run(AttackConfig(attack="map", victims=2, batch=3, view="batch", iterations=60), table).to_dict()
     assert outcome["result"]["examples"] == 6
     assert outcome["result"]["labels_right"] >= 0.8 and 0 < outcome["labels_guessed"] < 1
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradveil.attacks.trial import Trial, run
+from gradveil.attacks.trial import AttackConfig, run
 from gradveil.cli import cli
 from gradveil.errors import ConfigError, RunDirectoryError, UnknownNameError
 from gradveil.training import data
@@ -16,7 +16,7 @@ def digits():
 
 
 def test_a_plain_gradient_gives_digits_away_and_guessing_does_not(digits):
-    outcome = run(Trial(victims=5, iterations=40), digits)
+    outcome = run(AttackConfig(victims=5, iterations=40), digits)
     found = outcome.to_dict()
     assert found["result"]["success_rate"] >= 0.8
     assert all(guess["success_rate"] == 0.0 for guess in found["controls"].values())
@@ -27,17 +27,17 @@ def test_a_plain_gradient_gives_digits_away_and_guessing_does_not(digits):
 def test_the_bound_is_of_what_is_seen(digits):
     """One example's gradient with the noise of a batch of 600 is hardly protected; the mean of the batch is."""
     settings = {"strategy": "baseline", "victims": 2, "iterations": 1, "attack": "map", "sigma": 6.0}
-    alone = run(Trial(view="per-example-noised", training_batch=600, **settings), digits).bound
-    batch = run(Trial(view="batch", batch=4, training_batch=600, **settings), digits)
+    alone = run(AttackConfig(view="per-example-noised", training_batch=600, **settings), digits).bound
+    batch = run(AttackConfig(view="batch", batch=4, training_batch=600, **settings), digits)
     assert alone == pytest.approx(1.0)
     assert batch.bound is not None and batch.kappa < batch.bound < 0.2
-    assert run(Trial(view="per-example", **settings), digits).bound is None
-    assert run(Trial(view="batch", **(settings | {"strategy": "dyn-s-l2max"})), digits).bound is None
+    assert run(AttackConfig(view="per-example", **settings), digits).bound is None
+    assert run(AttackConfig(view="batch", **(settings | {"strategy": "dyn-s-l2max"})), digits).bound is None
 
 
 def test_the_attacker_with_a_list_is_held_to_the_best_guess_from_it(digits):
     """By the same measure as its success: a candidate that is near enough to others succeeds for them too."""
-    outcome = run(Trial(attack="prior", strategy="baseline", view="per-example", victims=5), digits)
+    outcome = run(AttackConfig(attack="prior", strategy="baseline", view="per-example", victims=5), digits)
     assert 0.001 < outcome.kappa < 0.05
     assert outcome.to_dict()["result"]["retrieved_first"] == 1.0  # no noise
 
@@ -55,12 +55,12 @@ def test_the_attacker_with_a_list_is_held_to_the_best_guess_from_it(digits):
 )
 def test_what_makes_no_sense_is_refused(settings, words):
     with pytest.raises((ConfigError, UnknownNameError), match=words):
-        Trial(**settings)
+        AttackConfig(**settings)
 
 
 def test_too_many_victims_are_refused(digits):
     with pytest.raises(ConfigError, match="Take fewer"):
-        run(Trial(victims=1300), digits)
+        run(AttackConfig(victims=1300), digits)
 
 
 def test_the_command(tmp_path, capsys):

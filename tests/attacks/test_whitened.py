@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradveil.attacks.attack import squared_differences
-from gradveil.attacks.gradients import model_at
-from gradveil.attacks.inversion import MAP, precisions
-from gradveil.attacks.metrics import psnr
-from gradveil.attacks.observe import observe, starting_rule
-from gradveil.attacks.trial import Trial, run
+from gradveil.attacks.methods.base import squared_differences
+from gradveil.attacks.methods.inversion import MAP, precisions
+from gradveil.attacks.observation.gradients import model_at
+from gradveil.attacks.observation.observe import observe, starting_rule
+from gradveil.attacks.scoring.metrics import psnr
+from gradveil.attacks.trial import AttackConfig, run
 from gradveil.clipping import make_groups
 from gradveil.mechanism.strategies import parameters
 from gradveil.training import data, models
@@ -140,7 +140,9 @@ def test_one_who_knows_the_coordinates_gets_the_digits(digits, strategy):
 @pytest.mark.parametrize("strategy", ["quantile-clip", "adaclip", "dyn-s-sigma"])
 @pytest.mark.parametrize(("view", "batch"), [("per-example", 1), ("per-example-noised", 1), ("batch", 4)])
 def test_a_trial_of_every_view(digits, strategy, view, batch):
-    outcome = run(Trial(strategy=strategy, view=view, batch=batch, attack="map", victims=2, iterations=2), digits)
+    outcome = run(
+        AttackConfig(strategy=strategy, view=view, batch=batch, attack="map", victims=2, iterations=2), digits
+    )
     bounded = view != "per-example" and strategy != "dyn-s-sigma"
     assert (outcome.bound is not None) == bounded
 
@@ -149,6 +151,8 @@ def test_a_run_goes_on_from_where_its_rule_was(digits):
     module = models.cpl_net((1, 8, 8), 10, generator=torch.Generator().manual_seed(0))
     plan = parameters("adaclip", steps=20, sigma=1.0)
     state = learned_rule(module, plan, 600.0).state_dict()
-    trial = Trial(strategy="adaclip", attack="map", view="per-example-noised", victims=2, iterations=1, sigma=1.0)
+    trial = AttackConfig(
+        strategy="adaclip", attack="map", view="per-example-noised", victims=2, iterations=1, sigma=1.0
+    )
     at_start, later = (run(trial, digits, model=module, rule_state=s).reconstruction for s in (None, state))
     assert not torch.equal(at_start.loss, later.loss)

@@ -10,8 +10,8 @@ from audited import UsedTwice, layers, setting
 
 from gradveil import audit
 from gradveil.clipping import clipper as clippers
-from gradveil.clipping.clip_factors import Weighing
-from gradveil.clipping.per_sample_grads import Use, row_sq_norms
+from gradveil.clipping.clip_factors import ClipFactors
+from gradveil.clipping.per_sample_grads import PerSampleGrads, row_sq_norms
 from gradveil.mechanism.noise.streams import NoiseSource
 from gradveil.mechanism.records import Release
 
@@ -52,13 +52,13 @@ def test_noise_halved_under_flat_clipping(monkeypatch):
 
 def clipped_to(monkeypatch, other):
     """Other bounds than the engine set. Asked for them, the clipper states those, so that the engine cannot tell."""
-    set_bounds = Weighing.bounds.fset
+    set_bounds = ClipFactors.bounds.fset
 
     def set_others(self, bounds):
         self.stated = tuple(bounds)
         set_bounds(self, other(self._bounds, self.stated))
 
-    monkeypatch.setattr(Weighing, "bounds", property(lambda self: self.stated, set_others))
+    monkeypatch.setattr(ClipFactors, "bounds", property(lambda self: self.stated, set_others))
 
 
 def test_clip_not_applied_to_one_layer(monkeypatch, healthy):
@@ -94,7 +94,7 @@ def test_a_parameter_used_twice_clipped_separately(monkeypatch):
     made = {"model": UsedTwice()}
     assert not found(setting(**made), steps=800).is_broken
 
-    class Apart(Use):
+    class Apart(PerSampleGrads):
         """Each use clipped on its own at C = 1, and the clipped uses added up."""
 
         def __init__(self, uses):
@@ -114,7 +114,7 @@ def test_a_parameter_used_twice_clipped_separately(monkeypatch):
             weigh(slice(None), [torch.zeros(self.examples) for _ in self.per_example(slice(None))])
             return [g.sum(0) for g in self.per_example(slice(None))]  # clipped already, so it says
 
-    monkeypatch.setattr(clippers.LinearUse, "joined", lambda uses: Apart(uses))
+    monkeypatch.setattr(clippers.LinearGrads, "joined", lambda uses: Apart(uses))
     assert found(setting(**made), steps=800).is_broken
 
 

@@ -32,12 +32,12 @@ def agree(model, clipper, reference, bounds, n, tolerance):
         return
     limit = torch.tensor(bounds, dtype=torch.float64)
     expected = torch.minimum(reference.norms, limit).amax(0)
-    got = torch.tensor([clipper.harvest.largest(g) for g in range(len(bounds))], dtype=torch.float64)
+    got = torch.tensor([clipper.clip_stats.largest(g) for g in range(len(bounds))], dtype=torch.float64)
     assert torch.allclose(got, expected, rtol=10 * tolerance, atol=tolerance * float(limit.max()))
     clear = ((reference.norms - limit).abs() > 10 * tolerance * limit).all()  # no norm lies on its bound
     if clear:
         within = (reference.norms <= limit).sum(0).tolist()
-        assert clipper.harvest.counts_within() == within
+        assert clipper.clip_stats.counts_within() == within
 
 
 class Attention(nn.Module):

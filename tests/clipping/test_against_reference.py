@@ -117,7 +117,7 @@ def test_any_split_into_physical_batches_gives_the_same_sums():
         for name, p in model.named_parameters():
             assert float((p.grad - whole[name]).abs().max()) < 1e-12
             p.grad = None
-        assert clipper.harvest.examples == 11
+        assert clipper.clip_stats.examples == 11
         clipper.detach()
 
 

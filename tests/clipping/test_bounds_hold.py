@@ -99,7 +99,7 @@ def test_one_backward_call_for_each_of_two_batches_is_no_such_thing():
     clipper = follow(model)
     for _ in range(2):
         model(5 * torch.randn(1, 5)).sum().backward()
-    assert clipper.harvest.examples == 2
+    assert clipper.clip_stats.examples == 2
     assert length(model) <= 2.0
 
 

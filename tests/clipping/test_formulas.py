@@ -94,8 +94,8 @@ def single(model, x, y, clipping, bound=0.05):
     clipper = Clipper(model, groups, bounds=[bound] * len(groups), loss_reduction="sum")
     model.zero_grad()
     F.cross_entropy(model(x), y, reduction="sum").backward()
-    largest = max(clipper.harvest.largest(g) for g in range(len(groups)))
-    lost = clipper.harvest.not_finite
+    largest = max(clipper.clip_stats.largest(g) for g in range(len(groups)))
+    lost = clipper.clip_stats.not_finite
     clipper.detach()
     return [p.grad.clone() for p in model.parameters()], largest, lost
 
@@ -174,7 +174,7 @@ def test_large_convolutions_go_by_pytorchs_own(channels, monkeypatch):
         monkeypatch.setattr(conv_plan, "_BY_CONVOLUTION", least)
         conv_plan.plan_for.cache_clear()
         for groups in (1, 2):
-            use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **shape)
+            use = conv_use.ConvGrads(x, g, g, weight=True, bias=True, groups=groups, **shape)
             assert use._plan.way == ("convolution" if least == 1 else "patches")
             grads = use.per_example(slice(0, 3))
             assert all(grad[0].isfinite().all() and grad[2].isfinite().all() for grad in grads)
@@ -211,7 +211,7 @@ def test_patches_of_one_row_of_the_kernel_do_for_all_its_rows(data):
         assume(False)  # a kernel larger than the image
     g = torch.randn(examples, *shape, generator=generator, dtype=torch.float64)
     geometry = {"kernel": kernel, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
-    use = conv_use.ConvUse(x, g, g, weight=True, bias=True, groups=groups, **geometry)
+    use = conv_use.ConvGrads(x, g, g, weight=True, bias=True, groups=groups, **geometry)
     assert use._plan.way == "rows"
     expected = [torch.zeros(examples, *p.shape, dtype=torch.float64) for p in layer.parameters()]
     for i in range(examples):

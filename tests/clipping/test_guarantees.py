@@ -75,7 +75,7 @@ def test_an_example_that_is_not_finite_counts_as_zero_and_is_counted(bad, clippi
     F.cross_entropy(model(x), y, reduction="sum").backward()
     for name, p in model.named_parameters():
         assert torch.allclose(p.grad, expected.sums[name], atol=1e-12), name
-    assert int(clipper.harvest.not_finite) == 1
+    assert int(clipper.clip_stats.not_finite) == 1
     clipper.detach()
 
 
@@ -103,8 +103,8 @@ def test_an_empty_batch_gives_exactly_zero_even_where_the_model_cannot_take_one(
     F.cross_entropy(out, torch.zeros(0, dtype=torch.long)).backward()
     assert not model.layer.weight.grad.any()
     assert not model.layer.bias.grad.any()
-    assert clipper.harvest.examples == 0
-    assert clipper.harvest.counts_within()[0] == 0
+    assert clipper.clip_stats.examples == 0
+    assert clipper.clip_stats.counts_within()[0] == 0
     clipper.detach()
 
 
@@ -312,7 +312,7 @@ def test_copies_and_pickles_of_an_attached_model_are_plain_models():
         assert torch.equal(twin[0](x)[0], twin[0].bias)
         twin(x).sum().backward()  # ordinary autograd: not clipped, not counted
         assert twin[3].weight.grad.norm() > 1e-2
-    assert clipper.harvest.passes == 0
+    assert clipper.clip_stats.passes == 0
     clipper.detach()
 
 

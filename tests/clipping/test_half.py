@@ -10,9 +10,9 @@ from torch import nn
 from gradveil.clipping.backends import cuda, layers
 from gradveil.clipping.backends import cuda_dispatch as on_cuda
 from gradveil.clipping.rules import linear
-from gradveil.clipping.rules.embedding import EmbeddingUse
-from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
-from gradveil.clipping.tied_weights import TiedUse
+from gradveil.clipping.rules.embedding import EmbeddingGrads
+from gradveil.clipping.rules.linear import LinearGrads, TransposedLinearGrads
+from gradveil.clipping.tied_weights import TiedGrads
 
 CUDA = torch.cuda.is_available() and cuda.available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -43,14 +43,14 @@ def weigh(bound):
     return weights
 
 
-@pytest.mark.parametrize("kind", [LinearUse, TransposedLinearUse])
+@pytest.mark.parametrize("kind", [LinearGrads, TransposedLinearGrads])
 @pytest.mark.parametrize("bias", [True, False])
 def test_norms_and_sums_are_those_of_the_halves(kind, bias):
     x, g = factors()
     use = kind(x, g, weight=True, bias=bias)
     assert use.half and use.x.dtype == torch.bfloat16
     expected = gradients(x, g)[: 1 + bias]
-    if kind is TransposedLinearUse:
+    if kind is TransposedLinearGrads:
         expected[0] = expected[0].mT
     for got, exact in zip(use.per_example(slice(None)), expected, strict=True):
         assert got.dtype == torch.float32 and torch.allclose(got.double(), exact, rtol=1e-5, atol=1e-4)
@@ -70,15 +70,15 @@ def test_an_example_whose_gradient_cancels_keeps_to_its_bound():
     g = torch.randn(2, 1, OUTPUTS, device=DEVICE).bfloat16().repeat(1, 2, 1)
     g[:, 1] = -g[:, 1]
     x[:, 1, 0] *= 1 + 2.0**-7
-    use = LinearUse(x, 1000 * g, weight=True, bias=False)
+    use = LinearGrads(x, 1000 * g, weight=True, bias=False)
     norm = gradients(x, 1000 * g)[0][:1].norm()
-    alone = LinearUse(x[:1], 1000 * g[:1], weight=True, bias=False).clipped_sums(weigh(float(norm) / 3))
+    alone = LinearGrads(x[:1], 1000 * g[:1], weight=True, bias=False).clipped_sums(weigh(float(norm) / 3))
     assert float(alone[0].norm()) == pytest.approx(float(norm) / 3, rel=1e-5)
     assert use.clipped_sums(weigh(1.0))[0].norm() <= 2.0 * (1 + 1e-5)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU and Triton")
-@pytest.mark.parametrize("kind", [LinearUse, TransposedLinearUse])
+@pytest.mark.parametrize("kind", [LinearGrads, TransposedLinearGrads])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("present", [None, [True, True, False, True, True]])
 def test_kernels_clip_halves(kind, bias, present):
@@ -88,7 +88,7 @@ def test_kernels_clip_halves(kind, bias, present):
     clip = cuda.Clip(torch.tensor([9.0], device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE), mask)
     found = on_cuda.clipped(kind(x, g, weight=True, bias=bias), clip)
     expected = gradients(x, g)[: 1 + bias]
-    if kind is TransposedLinearUse:
+    if kind is TransposedLinearGrads:
         expected[0] = expected[0].mT
     _check(found, expected, present, clip)
 
@@ -114,8 +114,8 @@ def test_kernels_clip_tied_halves(present):
     rows = torch.randn(EXAMPLES, 9, INPUTS, device=DEVICE)
     mask = None if present is None else torch.tensor(present, device=DEVICE)
     clip = cuda.Clip(torch.tensor([9.0], device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE), mask)
-    uses = [LinearUse(x, g, weight=True, bias=False), EmbeddingUse(tokens, rows, (OUTPUTS, INPUTS))]
-    found = on_cuda.clipped(TiedUse(uses, [[0], [0]], [torch.empty(OUTPUTS, INPUTS)]), clip)
+    uses = [LinearGrads(x, g, weight=True, bias=False), EmbeddingGrads(tokens, rows, (OUTPUTS, INPUTS))]
+    found = on_cuda.clipped(TiedGrads(uses, [[0], [0]], [torch.empty(OUTPUTS, INPUTS)]), clip)
     exact = gradients(x, g)[0]
     exact.scatter_add_(1, tokens.unsqueeze(2).expand_as(rows), rows.double())
     _check(found, [exact], present, clip)

@@ -84,7 +84,7 @@ def test_shared_weights_are_clipped_by_the_norm_of_their_sum(name, clipping, gam
         clipper.weighing.gamma = gamma
         assert all(unit.rule is not None for unit in clipper.units)  # no part goes through torch.func
         if by_factors:
-            monkeypatch.setattr(tied.TiedUse, "per_example", None)
+            monkeypatch.setattr(tied.TiedGrads, "per_example", None)
         F.cross_entropy(model(x), y).backward()
         for name_, parameter in model.named_parameters():
             assert torch.allclose(parameter.grad, expected.sums[name_], rtol=1e-9, atol=1e-11)

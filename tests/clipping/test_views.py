@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradveil.clipping import Clipper, clipped_sums, make_groups, performance
 from gradveil.clipping import clipper as clipping_module
-from gradveil.clipping.per_sample_grads import CombinedUse
-from gradveil.clipping.rules.conv_use import ConvUse
-from gradveil.clipping.views import ViewedUse, of_examples
+from gradveil.clipping.per_sample_grads import CombinedGrads
+from gradveil.clipping.rules.conv_use import ConvGrads
+from gradveil.clipping.views import ViewedGrads, of_examples
 from gradveil.errors import ConfigError, UnsupportedModelError
 
 SLOW_PATHS = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*cannot be vectorised")
@@ -122,8 +122,8 @@ def test_a_view_that_is_not_finite_drops_its_example_and_no_other(make, bad, cli
     F.cross_entropy(model(x), y).backward()
     for name, p in model.named_parameters():
         assert float((p.grad - reference.sums[name]).abs().max()) < (1e-9 if dtype is torch.float64 else 1e-5)
-    assert clipper.harvest.not_finite == 1
-    assert clipper.harvest.examples == 4
+    assert clipper.clip_stats.not_finite == 1
+    assert clipper.clip_stats.examples == 4
     clipper.detach()
 
 
@@ -165,7 +165,7 @@ def test_any_split_into_physical_batches_gives_the_same_sums(clipping):
         for name, p in model.named_parameters():
             assert float((p.grad - whole[name]).abs().max()) < 1e-12
             p.grad = None
-        assert clipper.harvest.examples == 5
+        assert clipper.clip_stats.examples == 5
         clipper.detach()
 
 
@@ -175,12 +175,12 @@ def test_a_use_of_no_known_kind_is_added_up_by_rows():
     geometry = {"kernel": (3, 3), "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
     def of_rows():
-        return ConvUse(fields, maps, maps, weight=True, bias=True, **geometry)
+        return ConvGrads(fields, maps, maps, weight=True, bias=True, **geometry)
 
     expected = of_examples(of_rows(), 2)
-    assert type(expected) is ConvUse
-    for inner in (of_rows(), CombinedUse([of_rows()])):
-        found = ViewedUse(inner, 2)
+    assert type(expected) is ConvGrads
+    for inner in (of_rows(), CombinedGrads([of_rows()])):
+        found = ViewedGrads(inner, 2)
         assert found.examples == 3
         for chunk in (slice(None), slice(1, 2)):
             for a, b in zip(found.per_example(chunk), expected.per_example(chunk), strict=True):

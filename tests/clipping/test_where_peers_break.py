@@ -77,7 +77,7 @@ def test_a_clip_schedule_changes_the_clip_and_the_noise_together(clipping):
     release = clipper.on_end
 
     def look_and_release():
-        clipped.append(clipper.harvest.largest_of_all())
+        clipped.append(clipper.clip_stats.largest_of_all())
         release()
 
     clipper.on_end = look_and_release

@@ -83,8 +83,8 @@ def test_sums_are_those_of_one_example_at_a_time(name: str, clipping: Any, where
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad.double(), wanted[parameter_name], rtol=1e-4, atol=1e-6)
-    assert clipper.harvest.largest(0) <= 0.05
-    assert clipper.harvest.examples == 7 and clipper.harvest.passes == 1
+    assert clipper.clip_stats.largest(0) <= 0.05
+    assert clipper.clip_stats.examples == 7 and clipper.clip_stats.passes == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,7 +95,7 @@ def test_bits_are_the_same_in_both(name: str, monkeypatch: pytest.MonkeyPatch) -
         model, x, y = _made(name)
         clipper = _clipper(model)
         F.cross_entropy(model(x), y).backward()
-        found.append([p.grad for p in model.parameters()] + [torch.tensor(clipper.harvest.largest(0))])
+        found.append([p.grad for p in model.parameters()] + [torch.tensor(clipper.clip_stats.largest(0))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -142,7 +142,7 @@ def test_an_example_that_is_not_finite_counts_for_nothing(where: str) -> None:
     F.cross_entropy(model(x), y, reduction="sum").backward()
     for parameter, sums in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, sums)
-    assert clipper.harvest.not_finite == 1
+    assert clipper.clip_stats.not_finite == 1
 
 
 def test_a_batch_of_none_adds_nothing(where: str) -> None:
@@ -180,7 +180,7 @@ def test_autograd_gives_the_gradient_of_no_parameter(clipping: str, where: str) 
     for settings in ({}, {"create_graph": True}):
         with pytest.raises(PrivacyViolation, match=r"torch\.autograd\.grad was asked for the gradient of"):
             torch.autograd.grad(F.cross_entropy(model(x), y), [model[0].weight], **settings)  # type: ignore[index]
-    assert not clipper.take_sums() and not clipper.harvest.passes
+    assert not clipper.take_sums() and not clipper.clip_stats.passes
 
 
 @pytest.mark.parametrize("clipping", ["per-layer", "flat"])
@@ -192,10 +192,10 @@ def test_gradients_of_inputs_only_neither_clip_nor_end_a_pass(clipping: str, whe
     loss = F.cross_entropy(model(x), y)
     (found,) = torch.autograd.grad(loss, [x], retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(F.cross_entropy(free(x), y), [x])[0])
-    assert not clipper.take_sums() and not clipper.harvest.passes
+    assert not clipper.take_sums() and not clipper.clip_stats.passes
     assert all(p.grad is None for p in model.parameters())
     loss.backward()
-    assert clipper.harvest.passes == 1 and all(p.grad is not None for p in model.parameters())
+    assert clipper.clip_stats.passes == 1 and all(p.grad is not None for p in model.parameters())
 
 
 def test_a_use_outside_the_module_is_refused(where: str) -> None:
@@ -228,7 +228,7 @@ def test_a_pass_from_before_a_new_step_is_not_differentiated(where: str) -> None
     clipper.start_step()
     with pytest.raises(PrivacyViolation, match="from before the last release"):
         loss.backward()
-    assert not clipper.take_sums() and not clipper.harvest.passes
+    assert not clipper.take_sums() and not clipper.clip_stats.passes
 
 
 def test_two_calls_of_the_model_in_one_backward_pass_are_refused(where: str) -> None:
@@ -237,7 +237,7 @@ def test_two_calls_of_the_model_in_one_backward_pass_are_refused(where: str) -> 
     loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x.flip(0)), y)
     with pytest.raises(PrivacyViolation, match="reaches two calls of the model"):
         loss.backward()
-    assert not clipper.take_sums() and not clipper.harvest.passes
+    assert not clipper.take_sums() and not clipper.clip_stats.passes
 
 
 def test_gradients_of_several_passes_add_up(where: str) -> None:
@@ -246,7 +246,7 @@ def test_gradients_of_several_passes_add_up(where: str) -> None:
     for i in (0, 2, 4):
         F.cross_entropy(model(x[i : i + 2]), y[i : i + 2]).backward()
     together = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    assert clipper.harvest.passes == 3 and clipper.harvest.examples == 6
+    assert clipper.clip_stats.passes == 3 and clipper.clip_stats.examples == 6
     model.zero_grad()
     clipper.start_step()
     F.cross_entropy(model(x[:6]), y[:6]).backward()

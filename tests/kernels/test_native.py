@@ -28,9 +28,9 @@ def clipped(model, x, y, bound, kernel, monkeypatch):
         clipper = Clipper(model, groups, bounds=[bound] * len(groups), loss_reduction="sum")
         model.zero_grad()
         F.cross_entropy(model(x), y, reduction="sum").backward()
-        norms = [clipper.harvest.largest(g) for g in range(len(groups))]
-        counts = clipper.harvest.counts_within()
-        lost = int(clipper.harvest.not_finite or 0)
+        norms = [clipper.clip_stats.largest(g) for g in range(len(groups))]
+        counts = clipper.clip_stats.counts_within()
+        lost = int(clipper.clip_stats.not_finite or 0)
         clipper.detach()
     return [p.grad.clone() for p in model.parameters()], norms, counts, lost
 

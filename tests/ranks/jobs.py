@@ -327,7 +327,7 @@ def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | N
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    weights = [gradveil.clipping.sharding.whole(p.detach()).flatten() for p in engine.module.parameters()]
+    weights = [gradveil.clipping.sharding.full_tensor(p.detach()).flatten() for p in engine.module.parameters()]
     return {"weights": torch.cat(weights), "releases": [r.to_dict() | {"digest": None} for r in engine.releases]}
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import gradveil
-from gradveil.clipping.sharding import whole
+from gradveil.clipping.sharding import full_tensor
 
 WORDS, LENGTH, EXAMPLES, BATCH, PHYSICAL, STEPS = 11, 5, 80, 8, 3, 6
 RATE, CLIP = 0.1, 0.5
@@ -116,7 +116,7 @@ def together(way: str, name: str, clipping: str, bf16: bool) -> Any:
 
     for block in blocks:  # inside it: a checkpoint may leave the block's own hooks outside
         next(m for m in block.modules() if not list(m.children())).register_forward_pre_hook(note)
-    before = [whole(p.detach()).clone() for p in plain.parameters()]
+    before = [full_tensor(p.detach()).clone() for p in plain.parameters()]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, WORDS, (EXAMPLES, LENGTH), generator=generator)
@@ -140,7 +140,7 @@ def together(way: str, name: str, clipping: str, bf16: bool) -> Any:
         losses = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1)
         (losses.sum() / max(len(losses), 1)).backward()
         optimizer.step()
-    after = [whole(p.detach()) for p in plain.parameters()]
+    after = [full_tensor(p.detach()) for p in plain.parameters()]
     return {
         "weights": torch.cat([p.flatten() for p in after]),
         "moved": torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]),

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradveil.attacks.observation import VIEWS as REAL_VIEWS
+from gradveil.attacks.observation.views import VIEWS as REAL_VIEWS
 from gradveil.attacks.trial import NAMES
 from gradveil.cli import main
 from gradveil.mechanism import strategies

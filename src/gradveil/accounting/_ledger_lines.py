@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import LedgerError
-from gradveil.mechanism.records import FORMAT_VERSION, Release, RunHeader, SideRelease
+from gradveil.mechanism.records import FORMAT_VERSION, AuxiliaryRelease, Release, RunHeader
 
 GENESIS = "0" * 64
 NOTES = ("check", "public", "spent")
@@ -104,7 +104,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
             recovered=True,
         )
     beside = float(header.plan.get("side_inverse_square", 0.0))
-    side = SideRelease(name="unreadable", values=(), sensitivity=math.sqrt(beside), noise_std=1.0)
+    side = AuxiliaryRelease(name="unreadable", values=(), sensitivity=math.sqrt(beside), noise_std=1.0)
     return Release(
         step=step,
         sampler=header.sampling,

@@ -18,7 +18,7 @@ from gradveil.accounting._search import meet
 from gradveil.accounting.calibrate import Target
 from gradveil.errors import ConfigError
 from gradveil.mechanism.records import planned_multiplier, why_unproved
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.strategies import PrivacyPlan
 
 TOLERANCE = 0.001  # how far below the target the epsilon of what is found may be, relative
 
@@ -26,22 +26,22 @@ TOLERANCE = 0.001  # how far below the target the epsilon of what is found may b
 def calibrate_plan(
     epsilon: float,
     *,
-    plan_of: Callable[[float], Parameters],
+    plan_of: Callable[[float], PrivacyPlan],
     groups: int,
     sampling: str,
     population: int,
     batch_size: int,
     delta: float,
-    side_of: Callable[[Parameters], float] | None = None,
+    side_of: Callable[[PrivacyPlan], float] | None = None,
     least: float = 0.0,
 ) -> float:
     """The smallest starting sigma with which all declared steps of a run cost at most ``epsilon``.
 
     ``plan_of`` gives the plan of the run at a starting sigma (:func:`gradveil.mechanism.strategies.parameters`, with
     everything else fixed); its decays, unit bounds and fixed variance are charged as the engine will record them.
-    ``groups`` is the number of clipping groups. ``side_of`` gives what the side releases of a step add to 1/z^2 under a plan:
-    the bound rule's ``side_inverse_square``, which may depend on sigma; None: there are none. ``least`` is the smallest
-    sigma that makes sense, such as the given end of a decay.
+    ``groups`` is the number of clipping groups. ``side_of`` gives what the side releases of a step add to 1/z^2 under a
+    plan: the bound rule's ``side_inverse_square``, which may depend on sigma; None: there are none. ``least`` is the
+    smallest sigma that makes sense, such as the given end of a decay.
 
     Guaranteed: the whole run, counted as its statement counts it (PLD, the neighbours that suit the sampler), costs at
     most ``epsilon``, and at least (1 - 0.001) of it. Stopping rules play no part: all declared steps are charged.
@@ -83,20 +83,20 @@ def calibrate_plan(
     return meet(spent, epsilon, guess=guess, low=low, high=high, tolerance=TOLERANCE)
 
 
-def _quietly(plan_of: Callable[[float], Parameters], sigma: float) -> Parameters:
+def _quietly(plan_of: Callable[[float], PrivacyPlan], sigma: float) -> PrivacyPlan:
     with warnings.catch_warnings():  # of settings without effect: they were given when the run was set up
         warnings.simplefilter("ignore")
         return plan_of(sigma)
 
 
-def _why_unproved(plan: Parameters, sampling: str) -> str | None:
+def _why_unproved(plan: PrivacyPlan, sampling: str) -> str | None:
     strategy = plan.strategy
     return why_unproved(
         strategy.guarantee, fixed_variance=plan.fixed_variance, sampling=sampling, strategy=strategy.name
     )
 
 
-def _multipliers(plan: Parameters, groups: int, side: float) -> list[float]:
+def _multipliers(plan: PrivacyPlan, groups: int, side: float) -> list[float]:
     """The noise multiplier of every step of ``plan``."""
     varsigma = plan.varsigma if plan.fixed_variance else None
     return [

@@ -10,7 +10,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from gradveil.errors import ConfigError, RunDirectoryError
-from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, parameters
 from gradveil.training import data, models
 from gradveil.training.config import RunConfig, read_toml
 from gradveil.training.data import DataSet
@@ -24,7 +24,7 @@ class Target:
     model: nn.Module
     data: DataSet
     config: RunConfig
-    plan: Parameters
+    plan: PrivacyPlan
     step: int  # the next to be released; the last one where the run is complete
     rule_state: Mapping[str, Tensor]  # where quantile-clip and adaclip have moved their bounds to
 

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.accounting.reconstruction_robustness import one_step_bound
-from gradveil.attacks.analytic import Analytic, leaking_layer
-from gradveil.attacks.anatomy import Anatomy, examine
-from gradveil.attacks.attack import Attack, Reconstruction
-from gradveil.attacks.from_files import count_classes, state_of
-from gradveil.attacks.inversion import MAP, Inverting
-from gradveil.attacks.marks import ImageScore
-from gradveil.attacks.observation import Observation, Public, Secret
-from gradveil.attacks.observe import observe
-from gradveil.attacks.score import score
+from gradveil.attacks.methods.analytic import Analytic, leaking_layer
+from gradveil.attacks.methods.base import Attack, Reconstruction
+from gradveil.attacks.methods.inversion import MAP, Inverting
+from gradveil.attacks.observation.from_files import count_classes, state_of
+from gradveil.attacks.observation.model_structure import ModelStructure, examine
+from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.observation.views import GroundTruth, Observation, Public
+from gradveil.attacks.scoring.evaluate import score
+from gradveil.attacks.scoring.scores import ImageScore
 from gradveil.clipping import fix
 from gradveil.errors import ConfigError, UnsupportedModelError
-from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, parameters
 
 VICTIMS = 4
 _NO_BOUND = 0.99  # a limit above this is none
@@ -62,7 +62,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    anatomy: Anatomy
+    anatomy: ModelStructure
     tried: tuple[Tried, ...]
     verdict: tuple[str, ...]
 
@@ -122,7 +122,7 @@ def made_up(count: int, shape: tuple[int, ...], *, seed: int) -> Tensor:
     return F.interpolate(coarse, size=shape[1:], mode="bicubic", align_corners=False).clamp(0.0, 1.0)
 
 
-Sighted = tuple[str, Observation, Secret, float | None]
+Sighted = tuple[str, Observation, GroundTruth, float | None]
 
 
 def _sights(
@@ -141,7 +141,7 @@ def _sights(
     public = Public(examples[VICTIMS:].to(dtype), labels[VICTIMS:])
     # sigma is of no account where the view is before the noise.
     plan = None if clip is None else parameters("baseline", steps=1, clip=clip, sigma=sigma or 1.0)
-    cases: list[tuple[str, Parameters | None, str, int]] = [("undefended", None, "per-example", 1)]
+    cases: list[tuple[str, PrivacyPlan | None, str, int]] = [("undefended", None, "per-example", 1)]
     if clip is not None:
         cases.append((f"clipped to {clip:g}", plan, "per-example", 1))
     if sigma is not None:
@@ -235,7 +235,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _verdict(anatomy: Anatomy, tried: Sequence[Tried], sigma: float | None) -> list[str]:
+def _verdict(anatomy: ModelStructure, tried: Sequence[Tried], sigma: float | None) -> list[str]:
     words = []
     if anatomy.can_be_trained:
         words.append(f"It can be trained privately as it is, in {anatomy.groups} group(s).")

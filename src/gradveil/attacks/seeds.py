@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradveil.attacks.observation import Observation
+from gradveil.attacks.observation.views import Observation
 from gradveil.errors import ConfigError, UnknownNameError
 
 PARTS = {"half": 2, "quarter": 4, "eighth": 8}

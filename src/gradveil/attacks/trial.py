@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.accounting.reconstruction_robustness import one_step_bound
-from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.attack import Attack, Reconstruction, full_precision
-from gradveil.attacks.counts import expected_counts
-from gradveil.attacks.inversion import MAP, Inverting
-from gradveil.attacks.labels import counts_recovered
-from gradveil.attacks.marks import Score
-from gradveil.attacks.matching import CPL, DLG, IDLG
-from gradveil.attacks.observation import VIEWS, Public, Secret, Sight
-from gradveil.attacks.observe import starting_rule
-from gradveil.attacks.onlooker import Onlooker, oracle
-from gradveil.attacks.prior import Prior
-from gradveil.attacks.score import controls, guessing_chance, score
+from gradveil.attacks.methods.analytic import Analytic
+from gradveil.attacks.methods.base import Attack, Reconstruction, full_precision
+from gradveil.attacks.methods.counts import expected_counts
+from gradveil.attacks.methods.inversion import MAP, Inverting
+from gradveil.attacks.methods.labels import counts_recovered
+from gradveil.attacks.methods.matching import CPL, DLG, IDLG
+from gradveil.attacks.methods.prior import Prior
+from gradveil.attacks.observation.multi_step import observe_steps
+from gradveil.attacks.observation.observe import starting_rule
+from gradveil.attacks.observation.views import VIEWS, GroundTruth, Public, StepObservation
+from gradveil.attacks.scoring.evaluate import controls, guessing_chance, score
+from gradveil.attacks.scoring.oracle import Oracle, oracle
+from gradveil.attacks.scoring.scores import Score
 from gradveil.attacks.seeds import start_of
-from gradveil.attacks.several import observe_steps
 from gradveil.attacks.untrained import untrained
 from gradveil.clipping import make_groups
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism.records import inverse_square
-from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, parameters
 from gradveil.training.data import DataSet
 
 ATTACKS: dict[str, Callable[[], Attack]] = {
@@ -46,7 +46,7 @@ _PUBLIC = 5000  # examples other than the victims that attacks may learn from
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class AttackConfig:
     """``training_batch`` is the expected batch size B by which the released mean is taken.
 
     ``steps_seen`` steps from ``step`` on are seen, with the victims in each; between them the model is trained on other
@@ -87,18 +87,18 @@ class Trial:
                 "count from 0. See fewer, or begin earlier."
             )
 
-    def plan(self) -> Parameters | None:
+    def plan(self) -> PrivacyPlan | None:
         if self.strategy == "non-private":
             return None
         return parameters(self.strategy, steps=self.steps, clip=self.clip, sigma=self.sigma, reading=self.reading)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    trial: Trial
+class AttackResult:
+    trial: AttackConfig
     score: Score
     reconstruction: Reconstruction
-    secret: Secret
+    secret: GroundTruth
     controls: dict[str, Score]
     kappa: float  # how often guessing succeeds: estimated, with the best of some training examples as the guess
     labels_guessed: float  # the share of labels that guessing finds: as often as they are among other examples
@@ -123,14 +123,14 @@ class Outcome:
 
 @full_precision()
 def run(
-    trial: Trial,
+    trial: AttackConfig,
     data: DataSet,
     *,
     model: nn.Module | None = None,
-    plan: Parameters | None = None,
+    plan: PrivacyPlan | None = None,
     rule_state: Mapping[str, Tensor] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> AttackResult:
     """Attack examples of the training set. The model defaults to an untrained one, the plan to the trial's.
 
     ``progress`` is told how many iterations are done. ``rule_state``: where a run's clip bounds are at that step
@@ -174,7 +174,7 @@ def run(
         public=public,
     )
     mean_image = others.mean(0)
-    onlooker = Onlooker(secret, mean_image)
+    onlooker = Oracle(secret, mean_image)
     near = x[: max(_CANDIDATES, count)]
     attack = Prior(near, y[: len(near)]) if trial.attack == "prior" else ATTACKS[trial.attack]()
     started = time.perf_counter()
@@ -202,7 +202,7 @@ def run(
         kappa = guessing_chance(others[:half], others[half : 2 * half], mean_image)
     expected = expected_counts(seen)
     labels = torch.arange(data.classes, device=device).repeat_interleave(expected).expand_as(secret.y)
-    return Outcome(
+    return AttackResult(
         trial=trial,
         score=judged,
         reconstruction=found,
@@ -217,12 +217,12 @@ def run(
     )
 
 
-def _as_found(x: Tensor, secret: Secret) -> Reconstruction:
+def _as_found(x: Tensor, secret: GroundTruth) -> Reconstruction:
     nobody = torch.zeros(len(x), device=x.device)
     return Reconstruction(x=x, labels=secret.y, loss=nobody, losses=[], frames={}, failed=nobody.bool())
 
 
-def _bound(sights: Sequence[Sight], kappa: float) -> float | None:
+def _bound(sights: Sequence[StepObservation], kappa: float) -> float | None:
     """On the success of any attack on one example that is known to take part in every release that is seen.
 
     By how much an example moves what is seen, relative to the noise on it: a single example's gradient that is noised

@@ -32,10 +32,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from gradveil.attacks.gradients import Gradients, VictimGradients, clip_groups
-from gradveil.attacks.observation import Defence
+from gradveil.attacks.observation.gradients import Gradients, VictimGradients, clip_groups
+from gradveil.attacks.observation.views import ReleaseParams
 from gradveil.audit.bounds import Array, Coins
-from gradveil.clipping import Harvest
+from gradveil.clipping import ClipStats
 from gradveil.engine import PrivacyEngine
 from gradveil.errors import ConfigError
 from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
@@ -218,7 +218,7 @@ class _Auditor:
         self._gradients = {name: g * self.weights.view(1, -1, *[1] * (g.dim() - 2)) for name, g in raw.items()}
         whitening = engine.rule.whitening
         self._step = engine.step
-        self._defence = Defence(
+        self._defence = ReleaseParams(
             groups=engine.groups,
             clip=engine.rule.bounds(engine.step),
             # Cloned: the rule learns from the release, in place.
@@ -228,23 +228,23 @@ class _Auditor:
 
     def _worlds(self, beside: Tensor) -> tuple[_World, _World]:
         """Without the canary, and with it."""
-        harvest = Harvest(len(self._defence.groups))
-        others = self._clipped_sums(beside, harvest)
-        without = self._world(others, harvest)
-        more = copy.deepcopy(harvest)
+        clip_stats = ClipStats(len(self._defence.groups))
+        others = self._clipped_sums(beside, clip_stats)
+        without = self._world(others, clip_stats)
+        more = copy.deepcopy(clip_stats)
         self.canary = self._clipped_sums(torch.tensor([len(self.labels) - 1]), more)
         return without, self._world({name: g + self.canary[name] for name, g in others.items()}, more)
 
-    def _clipped_sums(self, rows: Tensor, harvest: Harvest) -> Gradients:
-        clipped = clip_groups({name: g[:, rows] for name, g in self._gradients.items()}, self._defence, harvest)
+    def _clipped_sums(self, rows: Tensor, clip_stats: ClipStats) -> Gradients:
+        clipped = clip_groups({name: g[:, rows] for name, g in self._gradients.items()}, self._defence, clip_stats)
         return {name: g[0].sum(0) for name, g in clipped.items()}
 
-    def _world(self, sums: Gradients, harvest: Harvest) -> _World:
+    def _world(self, sums: Gradients, clip_stats: ClipStats) -> _World:
         defence, engine = self._defence, self.engine
         assert defence.clip is not None
-        facts = StepFacts(defence.clip, harvest, defence.groups, sums, float(engine.sampling.batch_size))
+        facts = StepFacts(defence.clip, clip_stats, defence.groups, sums, float(engine.sampling.batch_size))
         scale = noise_scale(engine.plan, self._step, facts)
-        side = engine.rule.side_releases(harvest, self._silence)
+        side = engine.rule.side_releases(clip_stats, self._silence)
         return _World(self._noise_coordinates(sums), scale.stds, tuple(v for s in side for v in s.values))
 
     def _noise_coordinates(self, sums: Gradients) -> Gradients:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.attacks.pictures import draw_grid
+from gradveil.attacks.scoring.pictures import draw_grid
 from gradveil.cli._file_options import Files
 from gradveil.cli._output import number, table
 from gradveil.errors import ConfigError, UnknownNameError
@@ -22,9 +22,9 @@ from gradveil.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradveil.attacks.attack import Attack, Reconstruction
-    from gradveil.attacks.marks import Score
-    from gradveil.attacks.observation import Observation, Secret
+    from gradveil.attacks.methods.base import Attack, Reconstruction
+    from gradveil.attacks.observation.views import GroundTruth, Observation
+    from gradveil.attacks.scoring.scores import Score
 
 _ROWS_DRAWN = 8
 _ROWS_PRINTED = 20
@@ -37,7 +37,7 @@ class Finding:
     seen: Observation
     found: Reconstruction
     seconds: float
-    secret: Secret | None
+    secret: GroundTruth | None
     score: Score | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
 
 
 def _load(files: Files) -> list[Observation]:
-    from gradveil.attacks import from_files
-    from gradveil.attacks.from_capture import load_capture
+    from gradveil.attacks.observation import from_files
+    from gradveil.attacks.observation.from_capture import load_capture
 
     module = from_files.load_factory(files.model, seed=files.seed)
     public = None
@@ -121,14 +121,14 @@ def _load(files: Files) -> list[Observation]:
     return [from_files.load_observation(module, tensors, where=str(files.gradients), **shared, **files.defence)]
 
 
-def _truth(path: Path, seen: Observation) -> Secret:
-    from gradveil.attacks.from_files import load_truth, read_tensors
+def _truth(path: Path, seen: Observation) -> GroundTruth:
+    from gradveil.attacks.observation.from_files import load_truth, read_tensors
 
     return load_truth(read_tensors(path), seen, str(path))
 
 
 def _attack(files: Files, seen: Observation) -> Attack:
-    from gradveil.attacks.prior import Prior
+    from gradveil.attacks.methods.prior import Prior
     from gradveil.attacks.trial import ATTACKS, NAMES
 
     if files.attack not in NAMES:
@@ -140,11 +140,11 @@ def _attack(files: Files, seen: Observation) -> Attack:
     return Prior(seen.public.x, seen.public.y)
 
 
-def _score(found: Reconstruction, truth: Secret | None, seen: Observation) -> Score | None:
+def _score(found: Reconstruction, truth: GroundTruth | None, seen: Observation) -> Score | None:
     """Against the mean of what is public; without it, against the best constant image alone (grey is never better)."""
     import torch
 
-    from gradveil.attacks.score import score
+    from gradveil.attacks.scoring.evaluate import score
 
     if truth is None:
         return None
@@ -173,7 +173,7 @@ def _write(where: Path, results: dict[str, Any], findings: list[Finding]) -> Non
 
 def _lines(finding: Finding) -> list[tuple[str, list[tuple[str, Tensor]]]]:
     """For every example: the original, where it is known, the reconstruction at some iterations, and the end."""
-    from gradveil.attacks.metrics import matched
+    from gradveil.attacks.scoring.metrics import matched
 
     seen, found, lines = finding.seen, finding.found, []
     if len(seen.input_shape) != 3:
@@ -193,7 +193,7 @@ def _lines(finding: Finding) -> list[tuple[str, list[tuple[str, Tensor]]]]:
 
 
 def _print(files: Files, findings: list[Finding]) -> None:
-    from gradveil.attacks.score import table_rows
+    from gradveil.attacks.scoring.evaluate import table_rows
 
     columns = ["steps", "gradient", "attack loss", "labels", "iterations", "s"]
     rows = []

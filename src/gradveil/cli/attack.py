@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.attacks.pictures import draw_grid
+from gradveil.attacks.scoring.pictures import draw_grid
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
 from gradveil.cli._options import given
@@ -19,7 +19,7 @@ from gradveil.errors import ConfigError
 from gradveil.reports.facts import ATTACKS, RESULT
 
 if TYPE_CHECKING:
-    from gradveil.attacks.trial import Outcome, Trial
+    from gradveil.attacks.trial import AttackConfig, AttackResult
 
 
 @click.command("attack")
@@ -85,7 +85,7 @@ def command(
     """
     from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target
-    from gradveil.attacks.trial import Trial, run
+    from gradveil.attacks.trial import AttackConfig, run
     from gradveil.attacks.untrained import network_for
     from gradveil.mechanism import strategies
     from gradveil.training import data
@@ -107,7 +107,7 @@ def command(
         dataset, model_name = target.config.dataset, target.config.model
         theirs = {"step": target.step, "steps": target.plan.steps, "training_batch": target.config.batch_size}
         for name in chosen or [target.config.strategy]:
-            trial = Trial(strategy=name, **(rest | theirs))
+            trial = AttackConfig(strategy=name, **(rest | theirs))
             own = not chosen and name != "non-private"
             plan, state = (target.plan, target.rule_state) if own else (None, None)
             with told(trial) as progress:
@@ -116,7 +116,7 @@ def command(
                 )
     else:
         dataset = dataset or "digits"
-        trials = [Trial(strategy=name, **rest) for name in chosen or ["non-private"]]
+        trials = [AttackConfig(strategy=name, **rest) for name in chosen or ["non-private"]]
         loaded = data.load(dataset, data_dir=data_dir)
         model_name = network_for(loaded, trials[0].network)
         for trial in trials:
@@ -134,7 +134,7 @@ def command(
 
 
 @contextmanager
-def told(trial: Trial) -> Iterator[Callable[[int], None]]:
+def told(trial: AttackConfig) -> Iterator[Callable[[int], None]]:
     """A line on stderr that says what is being attacked and how far it is; without a terminal, only what."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -156,8 +156,8 @@ def told(trial: Trial) -> Iterator[Callable[[int], None]]:
         yield progress
 
 
-def _table(outcomes: list[Outcome], dataset: str) -> None:
-    from gradveil.attacks.score import table_rows
+def _table(outcomes: list[AttackResult], dataset: str) -> None:
+    from gradveil.attacks.scoring.evaluate import table_rows
 
     rows = []
     for outcome in outcomes:
@@ -177,7 +177,7 @@ def _table(outcomes: list[Outcome], dataset: str) -> None:
     )
 
 
-def _draw(outcomes: list[Outcome], path: Path) -> None:
+def _draw(outcomes: list[AttackResult], path: Path) -> None:
     """A row for each strategy: the first victim's original, its reconstruction at some iterations, and the end."""
     lines = []
     for outcome in outcomes:

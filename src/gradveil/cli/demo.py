@@ -13,7 +13,7 @@ from gradveil.cli._output import number, table
 from gradveil.training.config import RunConfig
 
 if TYPE_CHECKING:
-    from gradveil.attacks.trial import Outcome
+    from gradveil.attacks.trial import AttackResult
     from gradveil.training.loop import Result
 
 # Digits has 1347 training examples, so a batch of 128 is a large share of them and epsilon is large too: the demo shows
@@ -72,12 +72,12 @@ def command(run_dir: Path | None, seed: int | None, as_json: bool) -> None:
     click.echo(f"The runs, with their ledgers: {where}. Try: gradveil statement {where / 'baseline'}")
 
 
-def _attack(name: str, run: Path) -> dict[str, Outcome]:
+def _attack(name: str, run: Path) -> dict[str, AttackResult]:
     """Both attacks on the first step as the run releases it; kept in the run."""
     import torch
 
     from gradveil.api import keep_attack
-    from gradveil.attacks.trial import Trial
+    from gradveil.attacks.trial import AttackConfig
     from gradveil.attacks.trial import run as attack
     from gradveil.cli.attack import told
     from gradveil.mechanism.strategies import parameters
@@ -89,9 +89,9 @@ def _attack(name: str, run: Path) -> dict[str, Outcome]:
     config = RunConfig.check(SHARED | RUNS[name])
     private = config.strategy != "non-private"
     loaded = data.load(config.dataset)
-    found: dict[str, Outcome] = {}
+    found: dict[str, AttackResult] = {}
     for kind, iterations in ATTACKS.items():
-        trial = Trial(
+        trial = AttackConfig(
             strategy=config.strategy,
             attack=kind,
             view="per-example-noised" if private else "per-example",
@@ -113,7 +113,7 @@ def _attack(name: str, run: Path) -> dict[str, Outcome]:
     return found
 
 
-def _table(results: dict[str, Result], attacked: dict[str, dict[str, Outcome]]) -> None:
+def _table(results: dict[str, Result], attacked: dict[str, dict[str, AttackResult]]) -> None:
     rows = []
     for name, r in results.items():
         paper = r.statement.paper

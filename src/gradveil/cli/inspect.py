@@ -40,7 +40,7 @@ def command(
     PKG:FUNCTION is a function without arguments that makes the model; modules in the working directory are found. It
     is attacked as it is made, on examples that are made up, undefended and with what is planned.
     """
-    from gradveil.attacks.from_files import load_factory
+    from gradveil.attacks.observation.from_files import load_factory
     from gradveil.attacks.preflight import inspect_model
 
     module = load_factory(model, seed=seed)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradveil.clipping.backends.layers import Layers
 from gradveil.clipping.operations.sources import Source
-from gradveil.clipping.per_sample_grads import Use
-from gradveil.clipping.tracked_modules import Unit
+from gradveil.clipping.per_sample_grads import PerSampleGrads
+from gradveil.clipping.tracked_modules import TrackedModule
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Padding:
     lost: Tensor  # (batch,) int32
 
 
-class Pass:
+class BackwardPass:
     """One forward call of the model with gradients enabled, and the backward pass that follows it."""
 
     def __init__(self, batch: int, *, empty: bool, views: int = 1, padding: Padding | None = None) -> None:
@@ -33,11 +33,11 @@ class Pass:
         # Where layers run in C++: the library, and the number of this pass there; it then keeps count of calls.
         self.library: Layers | None = None
         self.number = -1
-        self._calls: dict[Unit, int] = {}  # in the forward pass
-        self._recalls: dict[Unit, int] = {}  # when a checkpointed part is run again in the backward pass
-        self._clipped: set[Unit] = set()
+        self._calls: dict[TrackedModule, int] = {}  # in the forward pass
+        self._recalls: dict[TrackedModule, int] = {}  # when a checkpointed part is run again in the backward pass
+        self._clipped: set[TrackedModule] = set()
         self._claimed: set[int] = set()  # groups that were clipped at the end of a backward pass
-        self.kept: list[tuple[Unit, Use]] = []
+        self.kept: list[tuple[TrackedModule, PerSampleGrads]] = []
         self.step = 0  # of the clipper, in which the pass began
         self.sums: list[tuple[int, Tensor]] = []  # slot of a parameter, and its clipped sum
         self.notes: list[tuple[int, Tensor, Tensor, float | Tensor]] = []  # for the harvest, when the pass has ended
@@ -47,14 +47,14 @@ class Pass:
         self._lost: Tensor | None = padding.lost if padding is not None else None
         self.differentiated = False
         self.inputs: set[torch.Size] = set()  # shapes of the model's inputs
-        self.moved: list[Unit] = []  # whose rows are not the examples in their order
+        self.moved: list[TrackedModule] = []  # whose rows are not the examples in their order
 
     @property
     def started(self) -> bool:
         """Whether the backward pass has come through the model's output."""
         return self.differentiated if self.library is None else self.library.started(self.number)
 
-    def count(self, unit: Unit, *, again: bool) -> None:
+    def count(self, unit: TrackedModule, *, again: bool) -> None:
         """A call of a unit, in the forward pass or again in the backward pass."""
         if self.library is not None:
             self.library.count(self.number, unit.index, again)
@@ -62,16 +62,16 @@ class Pass:
             counts = self._recalls if again else self._calls
             counts[unit] = counts.get(unit, 0) + 1
 
-    def uses(self, unit: Unit) -> int:
+    def uses(self, unit: TrackedModule) -> int:
         """How often a unit is used. A checkpoint that keeps its graph calls a unit again without using it again."""
         if self.library is not None:
             return self.library.uses(self.number, unit.index)
         return max(self._calls.get(unit, 0), self._recalls.get(unit, 0))
 
-    def was_clipped(self, unit: Unit) -> bool:
+    def was_clipped(self, unit: TrackedModule) -> bool:
         return self.library.was_clipped(self.number, unit.index) if self.library is not None else unit in self._clipped
 
-    def set_clipped(self, unit: Unit) -> None:
+    def set_clipped(self, unit: TrackedModule) -> None:
         if self.library is not None:
             self.library.set_clipped(self.number, unit.index)
         else:
@@ -104,7 +104,7 @@ class Pass:
         """Norms before clipping, and the weights that clip them to ``bound``."""
         self.notes.append((group, norms, weights, bound))
 
-    def keep(self, unit: Unit, use: Use) -> None:
+    def keep(self, unit: TrackedModule, use: PerSampleGrads) -> None:
         """A use that waits for the end of the pass."""
         if self.library is not None and not self.kept:
             self.library.keeps_uses(self.number)
@@ -123,7 +123,9 @@ class Call:
     the use are one row of the batch, one after the other.
     """
 
-    def __init__(self, unit: Unit, current: Pass, *, again: bool, sources: Sequence[Source], fold: int = 1) -> None:
+    def __init__(
+        self, unit: TrackedModule, current: BackwardPass, *, again: bool, sources: Sequence[Source], fold: int = 1
+    ) -> None:
         self.unit, self.current, self.done = unit, current, False
         self.sources, self.fold = sources, fold
         current.count(unit, again=again)
@@ -137,7 +139,7 @@ def count_flags(flags: Sequence[Tensor]) -> int:
     return int(torch.stack(list(flags) if alike else [f.sum() for f in flags]).sum())
 
 
-class Harvest:
+class ClipStats:
     """What the passes since the last release add up to, beside the gradients themselves.
 
     Norms are kept as they come and looked at only when asked for: most strategies never ask, and on a GPU

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from gradveil.clipping.backends import cuda
 from gradveil.clipping.backends import cuda_dispatch as on_cuda
-from gradveil.clipping.backward_pass import DeviceBounds, Harvest, Pass, inside
-from gradveil.clipping.per_sample_grads import Use, Weigh, WhitenedUse, weights_of
-from gradveil.clipping.tracked_modules import Tie, Unit
+from gradveil.clipping.backward_pass import BackwardPass, ClipStats, DeviceBounds, inside
+from gradveil.clipping.per_sample_grads import PerSampleGrads, Weigh, WhitenedGrads, weights_of
+from gradveil.clipping.tracked_modules import TiedWeights, TrackedModule
 from gradveil.errors import ConfigError
 
 _ALL = slice(None)
 Whitening = dict[str, tuple[Tensor, Tensor]]  # parameter name -> (centre m, scale b) of its coordinates
 
 
-class Weighing:
+class ClipFactors:
     """The bounds of the coming passes, and what is clipped to them."""
 
     def __init__(self, groups: int, bounds: Sequence[float]) -> None:
         self.groups = groups
-        self.harvest = Harvest(groups)  # of the current step
+        self.clip_stats = ClipStats(groups)  # of the current step
         self.whitening: Whitening | None = None
         self.gamma: float | None = None  # where given, an example's gradient g counts as C g / (|g| + gamma)
         self._on_device: dict[torch.device, DeviceBounds] = {}
@@ -67,7 +67,7 @@ class Weighing:
 
     # ---- sums
 
-    def clip_alone(self, unit: Unit | Tie, use: Use, current: Pass) -> list[Tensor]:
+    def clip_alone(self, unit: TrackedModule | TiedWeights, use: PerSampleGrads, current: BackwardPass) -> list[Tensor]:
         """The clipped sums of a use that holds whole groups by itself."""
         one_group = self.only_clips and not current.empty and len(set(unit.group_of)) == 1
         if not one_group:
@@ -80,7 +80,9 @@ class Weighing:
             return use.clipped_sums(self._weigh_one_group(group, current))
         return use.clipped_sums(self._weigh_groups(unit, current))
 
-    def clip_together(self, work: Sequence[tuple[Unit | Tie, Use]], current: Pass) -> Iterator[list[Tensor]]:
+    def clip_together(
+        self, work: Sequence[tuple[TrackedModule | TiedWeights, PerSampleGrads]], current: BackwardPass
+    ) -> Iterator[list[Tensor]]:
         """The clipped sums of uses that only together hold whole groups: norms first, then one contraction each."""
         work = [(unit, self._whitened(unit, use)) for unit, use in work]
         squares: dict[int, Tensor] = {}
@@ -94,13 +96,13 @@ class Weighing:
                 use.keep(keep)
             yield use.weighted_sums([weights[g] for g in unit.group_of])
 
-    def _whitened(self, unit: Unit | Tie, use: Use) -> Use:
+    def _whitened(self, unit: TrackedModule | TiedWeights, use: PerSampleGrads) -> PerSampleGrads:
         if self.whitening is None:
             return use
         centres, scales = zip(*(self.whitening[name] for name in unit.names), strict=True)
-        return WhitenedUse(use, centres, scales)
+        return WhitenedGrads(use, centres, scales)
 
-    def _kernel_sums(self, group: int, use: Use, current: Pass) -> list[Tensor] | None:
+    def _kernel_sums(self, group: int, use: PerSampleGrads, current: BackwardPass) -> list[Tensor] | None:
         """By a compiled kernel, where one fits."""
         if use.device.type == "cuda":
             if not cuda.available():
@@ -124,7 +126,7 @@ class Weighing:
 
     # ---- weights
 
-    def _weigh_one_group(self, group: int, current: Pass) -> Weigh:
+    def _weigh_one_group(self, group: int, current: BackwardPass) -> Weigh:
         """As :meth:`_weigh_groups` on the CPU, where a use is of one group and nothing is padded."""
 
         def weigh(rows: slice, squares: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
@@ -138,7 +140,7 @@ class Weighing:
 
         return weigh
 
-    def _weigh_groups(self, unit: Unit | Tie, current: Pass) -> Weigh:
+    def _weigh_groups(self, unit: TrackedModule | TiedWeights, current: BackwardPass) -> Weigh:
         def weigh(rows: slice, squares: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
             of_group: dict[int, Tensor] = {}
             for group, square in zip(unit.group_of, squares, strict=True):
@@ -148,7 +150,9 @@ class Weighing:
 
         return weigh
 
-    def _weigh(self, group: int, norms: Tensor, dtype: torch.dtype, current: Pass, rows: slice = _ALL) -> Tensor:
+    def _weigh(
+        self, group: int, norms: Tensor, dtype: torch.dtype, current: BackwardPass, rows: slice = _ALL
+    ) -> Tensor:
         """min(1, C / norm) per example, or C / (norm + gamma); 0 where the norm is not finite, for padding, and for an
         empty batch.
         """
@@ -165,7 +169,7 @@ class Weighing:
         current.note(group, norms, weights, bound)
         return weights
 
-    def _kept(self, weights: list[Tensor], current: Pass, rows: slice) -> Tensor | None:
+    def _kept(self, weights: list[Tensor], current: BackwardPass, rows: slice) -> Tensor | None:
         """Which examples count in all these groups; None where it is known, without waiting for a GPU, that all do."""
         keep = weights[0] > 0
         for other in weights[1:]:

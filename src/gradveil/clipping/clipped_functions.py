@@ -16,15 +16,15 @@ from gradveil.clipping.validation.refusals import refusal
 from gradveil.clipping.validation.surroundings import no_autocast
 
 if TYPE_CHECKING:
-    from gradveil.clipping.backward_pass import Call, Pass
+    from gradveil.clipping.backward_pass import BackwardPass, Call
     from gradveil.clipping.clipper import Clipper
 
 
-class OutputTap(torch.autograd.Function):
+class OutputFunction(torch.autograd.Function):
     """The model's output: its backward begins the pass, and turns the gradient of a mean into that of each loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clipper: Clipper, current: Pass, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, clipper: Clipper, current: BackwardPass, scale: float) -> Tensor:
         ctx.clipper, ctx.current, ctx.scale = clipper, current, scale
         return x.detach()  # not a view, which others could not change in place
 
@@ -34,7 +34,7 @@ class OutputTap(torch.autograd.Function):
         return g if ctx.scale == 1.0 else g * ctx.scale, None, None, None
 
 
-class RefusedTap(torch.autograd.Function):
+class RefusedFunction(torch.autograd.Function):
     """An output that no loss may be computed from, and why (refusals.py)."""
 
     @staticmethod
@@ -51,7 +51,7 @@ def is_refused(t: Tensor) -> bool:
     return t.grad_fn is not None and t.grad_fn.name() == "RefusedTapBackward"
 
 
-class InputTap(torch.autograd.Function):
+class InputFunction(torch.autograd.Function):
     """An input that needs a gradient: undoes what the output's tap has multiplied the gradient by."""
 
     @staticmethod
@@ -65,12 +65,12 @@ class InputTap(torch.autograd.Function):
 
 
 def tap_input(x: Tensor, scale: float) -> Tensor:
-    """InputTap.apply, where there is something to do."""
-    tapped: Tensor = InputTap.apply(x, scale) if x.requires_grad and scale != 1.0 else x
+    """InputFunction.apply, where there is something to do."""
+    tapped: Tensor = InputFunction.apply(x, scale) if x.requires_grad and scale != 1.0 else x
     return tapped
 
 
-class LayerTap(torch.autograd.Function):
+class ClippedFunction(torch.autograd.Function):
     """A layer with a rule."""
 
     @staticmethod
@@ -99,19 +99,23 @@ def _layer_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 _differentiated_once: Callable[..., Any] = once_differentiable(_layer_backward)
 # The way past checks that matter only under torch.func's transforms: small layers feel every call.
-_apply_layer: Callable[..., Tensor] = super(torch.autograd.Function, LayerTap).apply
-_apply_output: Callable[..., Tensor] = super(torch.autograd.Function, OutputTap).apply
+_apply_layer: Callable[..., Tensor] = super(torch.autograd.Function, ClippedFunction).apply
+_apply_output: Callable[..., Tensor] = super(torch.autograd.Function, OutputFunction).apply
 
 
 def tap_layer(*args: Any) -> Tensor:
-    """LayerTap.apply."""
-    apply: Callable[..., Tensor] = LayerTap.apply if torch._C._are_functorch_transforms_active() else _apply_layer
+    """ClippedFunction.apply."""
+    apply: Callable[..., Tensor] = (
+        ClippedFunction.apply if torch._C._are_functorch_transforms_active() else _apply_layer
+    )
     return apply(*args)
 
 
 def tap_output(*args: Any) -> Tensor:
-    """OutputTap.apply."""
-    apply: Callable[..., Tensor] = OutputTap.apply if torch._C._are_functorch_transforms_active() else _apply_output
+    """OutputFunction.apply."""
+    apply: Callable[..., Tensor] = (
+        OutputFunction.apply if torch._C._are_functorch_transforms_active() else _apply_output
+    )
     return apply(*args)
 
 

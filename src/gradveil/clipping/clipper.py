@@ -49,11 +49,11 @@ from gradveil.clipping import performance
 from gradveil.clipping.backends import cuda, programs
 from gradveil.clipping.backends.layers import Layers, NativeWatch, layers
 from gradveil.clipping.backends.native_layers import NativeLayer, native_layer
-from gradveil.clipping.backward_pass import Call, Harvest, Padding, Pass
-from gradveil.clipping.clip_factors import Weighing
+from gradveil.clipping.backward_pass import BackwardPass, Call, ClipStats, Padding
+from gradveil.clipping.clip_factors import ClipFactors
 from gradveil.clipping.clipped_functions import (
     ModelHook,
-    RefusedTap,
+    RefusedFunction,
     TrackedForward,
     is_refused,
     tap_input,
@@ -69,12 +69,12 @@ from gradveil.clipping.operations.table import LayerOperation, Statics
 from gradveil.clipping.operations.tracking import Tracking
 from gradveil.clipping.outputs import map_tensors, tensors_in
 from gradveil.clipping.parameter_guard import PythonWatch, Watch
-from gradveil.clipping.per_sample_grads import CombinedUse, Use
-from gradveil.clipping.rules.conv_use import ConvUse
-from gradveil.clipping.rules.linear import LinearUse
+from gradveil.clipping.per_sample_grads import CombinedGrads, PerSampleGrads
+from gradveil.clipping.rules.conv_use import ConvGrads
+from gradveil.clipping.rules.linear import LinearGrads
 from gradveil.clipping.sharding import any_sharded
-from gradveil.clipping.tied_weights import TiedUse
-from gradveil.clipping.tracked_modules import Tie, Unit, Units
+from gradveil.clipping.tied_weights import TiedGrads
+from gradveil.clipping.tracked_modules import TiedWeights, TrackedModule, TrackedModules
 from gradveil.clipping.validation.example_independence import check_same_output
 from gradveil.clipping.validation.loss_watch import is_marked, leaves_behind, unclipped, unmarked
 from gradveil.clipping.validation.model_validation import ModelCheck
@@ -107,13 +107,13 @@ class Clipper:
                 raise refusal("hook", name)
         self.module, self.groups, self.loss_reduction = module, groups, loss_reduction
         self.views = views  # rows of one example, one after the other (views.py)
-        self.weighing = Weighing(len(groups), bounds)
+        self.weighing = ClipFactors(len(groups), bounds)
         self.padding: Padding | None = None  # of the coming passes
         self._frozen = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
         self._registered = False  # whether some module, anywhere, has got a parameter or a child since the last look
         self._norms = normalisations(module)  # over the batch, while they train
-        self._current: Pass | None = None  # in its forward
-        self._differentiated: Pass | None = None  # in its backward
+        self._current: BackwardPass | None = None  # in its forward
+        self._differentiated: BackwardPass | None = None  # in its backward
         self.plan = Plan()
         self.sources: dict[int, Source] = {}  # by id of the parameter
         self._plain_output: list[Tensor] | None = None  # what the current pass must give, in its first batch
@@ -130,7 +130,7 @@ class Clipper:
         self.sharded = any_sharded(module)
         if self.sharded:
             self._layers = None  # in C++ a layer's parameters are those it began with
-        self.units = Units(groups, self._watched)
+        self.units = TrackedModules(groups, self._watched)
         self._model = ModelCheck(self)
         self._holders: list[tuple[dict[str, Any], str, Tensor, str]] = []  # where each parameter stands
         self._gradients: Watch | NativeWatch = (
@@ -139,7 +139,7 @@ class Clipper:
         self.on_end: Callable[[], None] = self.to_gradients  # a backward pass has ended, and has left sums
         self.as_delivered: Callable[[str, Tensor], Tensor] = _unchanged  # the sum of a parameter, as it is kept
         self.agree: Callable[[bool], bool] = bool  # of processes that must call the model equally often
-        self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
+        self._passes: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
         self._ended_sums: list[tuple[int, Tensor]] = []  # of passes in Python: slot, clipped sum
         self._rehearsal: Rehearsal | None = None  # of passes that are not to be released
         self._steps = 0  # that have ended
@@ -259,7 +259,7 @@ class Clipper:
             )
             if to_look:
                 self._model.look(args, kwargs, 1)
-            self._start(Pass(1, empty=True), checking)
+            self._start(BackwardPass(1, empty=True), checking)
             return args, kwargs
         plain = self._model.look(args, kwargs, rows) if to_look else None
         before = None
@@ -267,7 +267,7 @@ class Clipper:
             before = args, kwargs, Moment(module)
         if self.padding is None and self._rehearsal is None:
             self.checks.before_call(args, kwargs, rows, quietly=self.quietly, alone=self.agree is bool)
-        current = Pass(rows // self.views, empty=False, views=self.views, padding=self.padding)
+        current = BackwardPass(rows // self.views, empty=False, views=self.views, padding=self.padding)
         self._start(current, checking, plain, before)
         if self._layers is not None and self.padding is None and self.weighing.only_clips and self.views == 1:
             self._follow_in_cpp(self._layers, current, tensors[0].device)
@@ -283,7 +283,7 @@ class Clipper:
 
     def _start(
         self,
-        current: Pass,
+        current: BackwardPass,
         checking: bool,
         plain: list[Tensor] | None = None,
         before: tuple[Any, Any, Moment] | None = None,
@@ -292,17 +292,17 @@ class Clipper:
         self._current, self._checking, self._plain_output = current, checking, plain
         self._late, self._before = [], before
 
-    def _output_scale(self, current: Pass) -> float:
+    def _output_scale(self, current: BackwardPass) -> float:
         """d(mean)/d(row) is 1/B of the gradient of that example's own loss; of K rows of an example, 1/(B K)."""
         return float(current.batch) if self.loss_reduction == "mean" else 1.0 / current.views
 
     @property
-    def followed(self) -> Pass | None:
+    def followed(self) -> BackwardPass | None:
         """The pass whose layers may run in C++, while the model is called."""
         current = self._current
         return None if current is None or current.library is None or self._quiet else current
 
-    def _follow_in_cpp(self, library: Layers, current: Pass, device: torch.device) -> None:
+    def _follow_in_cpp(self, library: Layers, current: BackwardPass, device: torch.device) -> None:
         """Layers of this pass may run in C++: nothing is padded or whitened, and an example is one row."""
         clipper, number = self._gradients.number, library.next_number()
         settings = (self.weighing.bounds, device, performance.settings().kept_elements)
@@ -368,7 +368,7 @@ class Clipper:
         mean = self.loss_reduction == "mean"
         return self.checks.after_call(output, current.rows, scaled=scale != 1.0, mean=mean)
 
-    def _tapped_output(self, t: Any, current: Pass, scale: float) -> Any:
+    def _tapped_output(self, t: Any, current: BackwardPass, scale: float) -> Any:
         if not isinstance(t, Tensor) or not t.requires_grad or is_refused(t):
             return t
         if current.library is not None and type(t) is Tensor:
@@ -407,7 +407,7 @@ class Clipper:
 
     def unit_for(
         self, op: LayerOperation, statics: Statics, sources: Sequence[Source], weight: Tensor, bias: Tensor | None
-    ) -> Unit:
+    ) -> TrackedModule:
         """The unit of a layer operation."""
         key = (op.name, statics, *(source.key for source in sources))
         known = len(self.units)
@@ -423,10 +423,10 @@ class Clipper:
                 unit.native = native_layer(self._layers, unit, self._gradients, weight, bias)
         return unit
 
-    def unit_of_copies(self, source: Source) -> Unit:
+    def unit_of_copies(self, source: Source) -> TrackedModule:
         return self.unit_of_operation("copies", [source], way="copies")
 
-    def unit_of_operation(self, name: str, sources: Sequence[Source], *, way: str) -> Unit:
+    def unit_of_operation(self, name: str, sources: Sequence[Source], *, way: str) -> TrackedModule:
         key = (name, *(source.key for source in sources))
         known = len(self.units)
         unit = self.units.get(key, lambda: (self._label(name, slots_of(sources)), slots_of(sources), None))
@@ -444,7 +444,7 @@ class Clipper:
         return f"{operation} of {', '.join(repr(self.name_of_slot(slot)) for slot in slots)}"
 
     def unplanned(
-        self, place: tuple[Base, int], tracked: Sequence[Source], others: Sequence[Tensor], current: Pass
+        self, place: tuple[Base, int], tracked: Sequence[Source], others: Sequence[Tensor], current: BackwardPass
     ) -> Site:
         """An operation that came up in no earlier run: taken to have the batch first, and looked at after the pass.
 
@@ -457,7 +457,7 @@ class Clipper:
         self._late.append((place, site, self._label("an operation", slots_of(tracked))))
         return site
 
-    def _check_order(self, current: Pass) -> None:
+    def _check_order(self, current: BackwardPass) -> None:
         for unit in current.moved:
             if not unit.whole_groups or current.uses(unit) > 1:
                 raise UnsupportedModelError(
@@ -470,7 +470,7 @@ class Clipper:
     def tap(
         self,
         tracking: Tracking,
-        unit: Unit,
+        unit: TrackedModule,
         sources: Sequence[Source],
         x: Tensor,
         weight: Tensor,
@@ -483,7 +483,7 @@ class Clipper:
 
     # ---- the backward pass
 
-    def collect(self, call: Call, use: Use, parameters: Sequence[tuple[Any, int]]) -> None:
+    def collect(self, call: Call, use: PerSampleGrads, parameters: Sequence[tuple[Any, int]]) -> None:
         """Take one use's gradients: clipped sums where they can be had at once, otherwise kept for the end.
 
         ``parameters``: the edges of the autograd graph that lead to them.
@@ -502,7 +502,7 @@ class Clipper:
         for slot, total in zip(unit.slots, sums, strict=True) if sums is not None else ():
             current.deliver(slot, total)
 
-    def _is_asked_for(self, unit: Unit, parameters: Sequence[tuple[Any, int]]) -> bool:
+    def _is_asked_for(self, unit: TrackedModule, parameters: Sequence[tuple[Any, int]]) -> bool:
         """Whether this backward pass is to reach the parameters; refused where autograd.grad would hand them out."""
         try:
             return any(torch._C._will_engine_execute_node(node) for node, _ in parameters if node is not None)
@@ -528,7 +528,7 @@ class Clipper:
         layer.learn(x, g, recorder.program)
         return sums or []
 
-    def _sums(self, unit: Unit, use: Use, current: Pass) -> list[Tensor] | None:
+    def _sums(self, unit: TrackedModule, use: PerSampleGrads, current: BackwardPass) -> list[Tensor] | None:
         """The clipped sums of a use, or None where they wait for the end of the pass."""
         if not unit.whole_groups or current.uses(unit) != 1:  # a tied unit's groups reach beyond it
             current.keep(unit, use)
@@ -540,7 +540,7 @@ class Clipper:
     def _delivered(self, total: Tensor, parameter: Tensor, name: str) -> Tensor:
         return self.as_delivered(name, _as_parameter(total, parameter, name))
 
-    def _being_differentiated(self) -> Pass | None:
+    def _being_differentiated(self) -> BackwardPass | None:
         """The pass whose backward is under way, by Python's account or by that of the C++ code."""
         if self._differentiated is not None or self._layers is None:
             return self._differentiated
@@ -555,13 +555,13 @@ class Clipper:
             assert unit.rule is not None
             needs = (False, True, len(unit.parameters) == 2)
             use = unit.rule.backward(x, unit.parameters[0], (), g, needs)[1]
-            if isinstance(use, ConvUse):
+            if isinstance(use, ConvGrads):
                 use.take_gradients(rows, biases, norms)
             of_pass.kept.append((unit, use))
         with no_autocast():
             self._clip_kept(of_pass)
 
-    def start_backward(self, current: Pass) -> None:
+    def start_backward(self, current: BackwardPass) -> None:
         """The gradient has reached the model's output: the backward pass of ``current`` begins."""
         task = torch._C._current_graph_task_id()
         if self._public:
@@ -577,7 +577,7 @@ class Clipper:
         self.look_at_leaves(self._gradients.other_leaves())
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
 
-    def _finish(self, current: Pass) -> None:
+    def _finish(self, current: BackwardPass) -> None:
         """End of the backward pass: clip what was kept, and count what was not finite."""
         self._differentiated, self._task = None, -1
         if not current.asked:
@@ -586,18 +586,18 @@ class Clipper:
         with no_autocast():
             self._clip_kept(current)
         self._take_notes(current)
-        harvest = self.weighing.harvest
+        clip_stats = self.weighing.clip_stats
         if not current.counted:
             current.counted = True
-            harvest.passes += 1
-            harvest.examples += 0 if current.empty else current.batch
+            clip_stats.passes += 1
+            clip_stats.examples += 0 if current.empty else current.batch
         if current.lost is not None and not current.empty:
-            harvest.lost.append(current.lost)
+            clip_stats.lost.append(current.lost)
         self._ended_sums += current.sums
         current.sums = []
         self._pass_is_over()
 
-    def look_at_leaves(self, leaves: Sequence[Tensor], current: Pass | None = None) -> None:
+    def look_at_leaves(self, leaves: Sequence[Tensor], current: BackwardPass | None = None) -> None:
         """Refuse a backward pass that also reaches trainable tensors which are not followed: they would get plain ones.
 
         An input of the model may have a gradient: that of each example is its own.
@@ -617,12 +617,12 @@ class Clipper:
         if others:
             raise unclipped(others[0])
 
-    def _take_notes(self, current: Pass) -> None:
+    def _take_notes(self, current: BackwardPass) -> None:
         """What a pass has noted counts when it has ended: one that failed leaves nothing."""
-        harvest, notes = self.weighing.harvest, current.notes
+        clip_stats, notes = self.weighing.clip_stats, current.notes
         current.notes = []
         for note in notes:
-            harvest.note(*note)
+            clip_stats.note(*note)
 
     def pass_ended(self, current: int) -> None:
         """The backward pass of a pass in C++ has ended, and its sums can be taken."""
@@ -634,25 +634,25 @@ class Clipper:
             self.checks.backward_ended()
             self.on_end()
             return
-        self._rehearsal.end(self.harvest.norms())
+        self._rehearsal.end(self.clip_stats.norms())
         self.take_sums()
-        self.weighing.harvest = Harvest(len(self.groups))
+        self.weighing.clip_stats = ClipStats(len(self.groups))
 
     def rehearse(self, step: Callable[[], Any]) -> list[Tensor] | None:
         """What a forward and backward pass tells of each example, (examples, ...) each; its sums are thrown away.
 
         None where there are no norms for some example and group, or where the step is not one pass.
         """
-        kept = self.harvest
+        kept = self.clip_stats
         rehearsal = self._rehearsal = Rehearsal(self.views)
-        self.weighing.harvest = Harvest(len(self.groups))
+        self.weighing.clip_stats = ClipStats(len(self.groups))
         try:
             step()
         finally:
             self._rehearsal = None
             self.take_sums()
             self._gradients.gathered()
-            self.weighing.harvest = kept
+            self.weighing.clip_stats = kept
         return rehearsal.passes[0] if len(rehearsal.passes) == 1 else None
 
     def take_sums(self) -> dict[str, Tensor]:
@@ -672,15 +672,15 @@ class Clipper:
                 grad = of[name].grad
                 of[name].grad = total if grad is None else grad + total
 
-    def _claim_groups(self, clipped: Iterable[Unit | Tie], current: Pass) -> None:
+    def _claim_groups(self, clipped: Iterable[TrackedModule | TiedWeights], current: BackwardPass) -> None:
         """Each group is clipped once in a pass: two backward() calls that reach different layers would add up."""
-        one_of = {group: of.units[0] if isinstance(of, Tie) else of for of in clipped for group in of.group_of}
+        one_of = {group: of.units[0] if isinstance(of, TiedWeights) else of for of in clipped for group in of.group_of}
         for group, unit in one_of.items():
             if not current.claim(group):
                 self.refuse(unit.index, "apart")
 
-    def _clip_kept(self, current: Pass) -> None:
-        by_unit: dict[Unit | Tie, list[tuple[Unit, Use]]] = {}
+    def _clip_kept(self, current: BackwardPass) -> None:
+        by_unit: dict[TrackedModule | TiedWeights, list[tuple[TrackedModule, PerSampleGrads]]] = {}
         for unit, use in current.kept:
             by_unit.setdefault(unit.tie or unit, []).append((unit, use))
         current.kept = []
@@ -699,24 +699,24 @@ class Clipper:
                         current.deliver(slot, self._delivered(total, parameter, name))
 
     @property
-    def harvest(self) -> Harvest:
+    def clip_stats(self) -> ClipStats:
         """What the passes of this step add up to, beside the gradients."""
         passes, examples, groups, found, lost = self._gradients.gathered()
-        harvest = self.weighing.harvest
-        harvest.passes += passes
-        harvest.examples += examples
-        harvest.lost += lost
+        clip_stats = self.weighing.clip_stats
+        clip_stats.passes += passes
+        clip_stats.examples += examples
+        clip_stats.lost += lost
         if groups:
             device = self._watched[0][1].device
             bounds = self.weighing.bounds_on(device).exact_of if device.type == "cuda" else self.weighing.bounds
-            harvest.note_layers(groups, found, bounds)
-        return harvest
+            clip_stats.note_layers(groups, found, bounds)
+        return clip_stats
 
     def start_step(self) -> None:
         """A new step: nothing is gathered yet, and passes that began before it can no longer be differentiated."""
         self._steps += 1
         self._ended_sums = []
-        self.weighing.harvest = Harvest(len(self.groups))
+        self.weighing.clip_stats = ClipStats(len(self.groups))
         self._gradients.start_step()
 
     def _check_parameters(self) -> None:
@@ -774,7 +774,7 @@ _OF_THE_PASS = ("public", "released", "two passes")
 
 
 def _refused(t: Tensor, why: str, what: str = "") -> Tensor:
-    refused: Tensor = RefusedTap.apply(t, why, what) if t.requires_grad else t
+    refused: Tensor = RefusedFunction.apply(t, why, what) if t.requires_grad else t
     return refused
 
 
@@ -796,14 +796,14 @@ def _as_parameter(total: Tensor, parameter: Tensor, name: str) -> Tensor:
     return total.to(parameter.dtype)
 
 
-def _together(of: Unit | Tie, kept: Sequence[tuple[Unit, Use]]) -> Use:
+def _together(of: TrackedModule | TiedWeights, kept: Sequence[tuple[TrackedModule, PerSampleGrads]]) -> PerSampleGrads:
     """What an example adds to the parameters of a unit, or of units that share some, in all their uses of a pass."""
-    if isinstance(of, Tie):
-        return TiedUse([use for _, use in kept], [of.places(unit) for unit, _ in kept], of.parameters)
+    if isinstance(of, TiedWeights):
+        return TiedGrads([use for _, use in kept], [of.places(unit) for unit, _ in kept], of.parameters)
     uses = [use for _, use in kept]
     if len(uses) == 1:
         return uses[0]
-    return LinearUse.joined(uses) or CombinedUse(uses)
+    return LinearGrads.joined(uses) or CombinedGrads(uses)
 
 
 def _unchanged(name: str, total: Tensor) -> Tensor:

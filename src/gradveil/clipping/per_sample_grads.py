@@ -30,14 +30,14 @@ from gradveil.clipping import performance
 from gradveil.clipping.backends import native
 
 
-def wide(t: Tensor) -> Tensor:
+def at_least_float32(t: Tensor) -> Tensor:
     """At least float32: norms are never accumulated in half precision."""
     return t if t.dtype in (torch.float32, torch.float64) or t.is_complex() else t.float()
 
 
 def wide_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Both at least float32, and of one type."""
-    x, g = wide(x), wide(g)
+    x, g = at_least_float32(x), at_least_float32(g)
     if x.dtype != g.dtype:
         common = torch.promote_types(x.dtype, g.dtype)
         x, g = x.to(common), g.to(common)
@@ -74,7 +74,7 @@ Weigh = Callable[[slice, list[Tensor]], tuple[list[Tensor], Tensor | None]]
 """From squared norms per parameter to a weight per example and parameter, and which examples to keep (None: all)."""
 
 
-class Use:
+class PerSampleGrads:
     """The defaults go through :meth:`per_example` in chunks; layers override what they know better."""
 
     examples: int
@@ -165,7 +165,7 @@ _BLOCK = 1024  # elements that are added up in float32 before anything else: mor
 
 def row_sq_norms(g: Tensor) -> Tensor:
     """The squared norm of every row, in float32 or better."""
-    g = wide(g)
+    g = at_least_float32(g)
     rows = _as_matrices(g, _lies_by_parts(g))
     kernels = native.for_tensors(rows) if rows.dim() == 2 else None
     if kernels is not None:
@@ -285,7 +285,7 @@ class Workspace:
 workspace = Workspace()
 
 
-class MaterialisedUse(Use):
+class MaterializedGrads(PerSampleGrads):
     """Per-example gradients that are there already (from torch.func)."""
 
     def __init__(self, grads: list[Tensor]) -> None:
@@ -301,10 +301,10 @@ class MaterialisedUse(Use):
         self.grads = [keep_rows(g, keep) for g in self.grads]
 
 
-class CombinedUse(Use):
+class CombinedGrads(PerSampleGrads):
     """The same parameters used several times in one pass: the gradient of an example is the *sum* of its uses."""
 
-    def __init__(self, uses: Sequence[Use]) -> None:
+    def __init__(self, uses: Sequence[PerSampleGrads]) -> None:
         self.uses = list(uses)
         self.examples = uses[0].examples
         self.device = uses[0].device
@@ -325,10 +325,10 @@ class CombinedUse(Use):
         return [torch.stack(column).sum(0) for column in columns]
 
 
-class WhitenedUse(Use):
+class WhitenedGrads(PerSampleGrads):
     """Another use's gradients g seen as (g - m) / b per coordinate; its sums are scaled back by b, not shifted."""
 
-    def __init__(self, use: Use, centres: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    def __init__(self, use: PerSampleGrads, centres: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         self.use, self.centres, self.scales = use, centres, scales
         self.examples, self.device, self.elements_per_example = (
             use.examples,

@@ -35,12 +35,12 @@ def sharding_modules(module: nn.Module) -> Iterable[Any]:
     return [m for m in module.modules() if FSDPModule is not None and isinstance(m, FSDPModule)]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds; the tensor itself where it is not cut. Not a copy."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, from all processes; the tensor itself where it is not cut."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 

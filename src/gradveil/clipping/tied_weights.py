@@ -22,16 +22,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradveil.clipping.operations.sources import DerivedUse
-from gradveil.clipping.per_sample_grads import Use, Weigh, wide_pair
-from gradveil.clipping.rules.embedding import EmbeddingUse
-from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
+from gradveil.clipping.operations.sources import DerivedGrads
+from gradveil.clipping.per_sample_grads import PerSampleGrads, Weigh, wide_pair
+from gradveil.clipping.rules.embedding import EmbeddingGrads
+from gradveil.clipping.rules.linear import LinearGrads, TransposedLinearGrads
 
 
-class TiedUse(Use):
+class TiedGrads(PerSampleGrads):
     """Uses of several layers; ``places`` says which of all their parameters each use's are."""
 
-    def __init__(self, uses: Sequence[Use], places: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, uses: Sequence[PerSampleGrads], places: Sequence[Sequence[int]], parameters: Sequence[Tensor]
+    ) -> None:
         self.uses, self.places = list(uses), [list(p) for p in places]
         self.shapes = [tuple(p.shape) for p in parameters]
         self.examples, self.device = uses[0].examples, uses[0].device
@@ -94,47 +96,47 @@ class TiedUse(Use):
         return self._gathered([use.weighted_sums(w) for use, w in zip(self.uses, own, strict=True)], self.shapes)
 
 
-def _are_apart(first: Use, second: Use) -> bool:
+def _are_apart(first: PerSampleGrads, second: PerSampleGrads) -> bool:
     """Whether the uses reach no element of a parameter both, so that their product is zero."""
-    return isinstance(first, DerivedUse) and first.is_apart_from(second)
+    return isinstance(first, DerivedGrads) and first.is_apart_from(second)
 
 
-def _length(use: Use) -> Tensor:
+def _length(use: PerSampleGrads) -> Tensor:
     """The sum of the lengths of what an example's weight gradient is added up from: at least its norm."""
-    if isinstance(use, EmbeddingUse):
+    if isinstance(use, EmbeddingGrads):
         lengths = torch.linalg.vector_norm(use.g, dim=2)
     else:
-        assert isinstance(use, LinearUse)
+        assert isinstance(use, LinearGrads)
         x, g = wide_pair(use.x_BTD, use.g_BTO)
         lengths = torch.linalg.vector_norm(x, dim=2) * torch.linalg.vector_norm(g, dim=2)
     total: Tensor = lengths.sum(1)
     return total
 
 
-def weight_product(first: Use, second: Use) -> Tensor | None:
+def weight_product(first: PerSampleGrads, second: PerSampleGrads) -> Tensor | None:
     """The product, per example, of the weight gradients of two uses, from their factors; None: not known."""
-    if isinstance(first, EmbeddingUse) and not isinstance(second, EmbeddingUse):
+    if isinstance(first, EmbeddingGrads) and not isinstance(second, EmbeddingGrads):
         first, second = second, first
-    if isinstance(first, EmbeddingUse) and isinstance(second, EmbeddingUse):
+    if isinstance(first, EmbeddingGrads) and isinstance(second, EmbeddingGrads):
         rows = torch.bmm(*wide_pair(first.g, second.g.mT))
         return (rows * (first.x.unsqueeze(2) == second.x.unsqueeze(1))).flatten(1).sum(1)
     if not _has_weight(first):
         return None
-    assert isinstance(first, LinearUse)
-    if isinstance(second, EmbeddingUse):
-        if isinstance(first, TransposedLinearUse):
+    assert isinstance(first, LinearGrads)
+    if isinstance(second, EmbeddingGrads):
+        if isinstance(first, TransposedLinearGrads):
             return None
         inputs = torch.bmm(*wide_pair(first.x_BTD, second.g.mT))  # (B, T, S)
         tokens = second.x.unsqueeze(1).expand(-1, first.positions, -1)
         return (inputs * first.g_BTO.gather(2, tokens)).flatten(1).sum(1)
     if not _has_weight(second) or type(first) is not type(second):
         return None
-    assert isinstance(second, LinearUse)
+    assert isinstance(second, LinearGrads)
     inputs = torch.bmm(*wide_pair(first.x_BTD, second.x_BTD.mT))
     outputs = torch.bmm(*wide_pair(first.g_BTO, second.g_BTO.mT))
     product: Tensor = torch.linalg.vecdot(inputs.flatten(1).double(), outputs.flatten(1).double())
     return product.to(inputs.dtype)
 
 
-def _has_weight(use: Use) -> bool:
-    return isinstance(use, LinearUse) and use.weight
+def _has_weight(use: PerSampleGrads) -> bool:
+    return isinstance(use, LinearGrads) and use.weight

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Unit:
+class TrackedModule:
     """``names``, ``parameters``, ``slots`` and ``group_of`` run in parallel."""
 
     label: str
@@ -33,14 +33,14 @@ class Unit:
     way: str = ""  # to its gradients, where it has no rule: "copies" or "torch.func"
     whole_groups: bool = True  # no group reaches beyond this unit: it can be clipped inside the backward pass
     native: NativeLayer | None = None  # the layer in C++, where its kind is known there
-    tie: Tie | None = None  # with the units that share a parameter with this one
+    tie: TiedWeights | None = None  # with the units that share a parameter with this one
 
 
 @dataclass(eq=False)
-class Tie:
+class TiedWeights:
     """Units that share parameters."""
 
-    units: list[Unit]
+    units: list[TrackedModule]
     parameters: list[Tensor] = field(default_factory=list)  # of all of them, each once
     slots: list[int] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
@@ -58,40 +58,40 @@ class Tie:
                     self.names.append(name)
                     self.slots.append(slot)
 
-    def places(self, unit: Unit) -> list[int]:
+    def places(self, unit: TrackedModule) -> list[int]:
         """Which of all the parameters are a unit's."""
         return [self.slots.index(slot) for slot in unit.slots]
 
 
-class Units:
+class TrackedModules:
     """The units of a model that have come up so far."""
 
     def __init__(self, groups: tuple[Group, ...], watched: Sequence[tuple[str, Tensor]]) -> None:
         self._groups, self._watched = groups, watched  # name and parameter, by slot
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.parameters}
-        self._by_key: dict[Hashable, Unit] = {}
-        self._all: list[Unit] = []
-        self.ties: list[Tie] = []
+        self._by_key: dict[Hashable, TrackedModule] = {}
+        self._all: list[TrackedModule] = []
+        self.ties: list[TiedWeights] = []
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[TrackedModule]:
         return iter(self._all)
 
-    def __getitem__(self, index: int) -> Unit:
+    def __getitem__(self, index: int) -> TrackedModule:
         return self._all[index]
 
-    def get(self, key: Hashable, make: Callable[[], tuple[str, Sequence[int], LayerRule | None]]) -> Unit:
+    def get(self, key: Hashable, make: Callable[[], tuple[str, Sequence[int], LayerRule | None]]) -> TrackedModule:
         """The unit of a key; ``make`` says its label, the slots of its parameters, and its rule."""
         found = self._by_key.get(key)
         if found is None:
             found = self._by_key[key] = self._add(*make())
         return found
 
-    def _add(self, label: str, slots: Sequence[int], rule: LayerRule | None) -> Unit:
+    def _add(self, label: str, slots: Sequence[int], rule: LayerRule | None) -> TrackedModule:
         names = [self._watched[slot][0] for slot in slots]
-        unit = Unit(
+        unit = TrackedModule(
             label,
             len(self._all),
             list(slots),
@@ -106,17 +106,17 @@ class Units:
             self._tie()
         return unit
 
-    def _are_whole(self, of: Unit | Tie) -> bool:
+    def _are_whole(self, of: TrackedModule | TiedWeights) -> bool:
         return all(set(of.names).issuperset(self._groups[g].parameters) for g in set(of.group_of))
 
     def _tie(self) -> None:
         """Bind the units that share parameters, directly or through others."""
-        together: list[list[Unit]] = []
+        together: list[list[TrackedModule]] = []
         for unit in self._all:
             mine = set(unit.slots)
             joined = [t for t in together if any(mine & set(other.slots) for other in t)]
             together = [t for t in together if t not in joined] + [[u for t in joined for u in t] + [unit]]
-        self.ties = [Tie(tied) for tied in together if len(tied) > 1]
+        self.ties = [TiedWeights(tied) for tied in together if len(tied) > 1]
         for tie in self.ties:
             tie.whole_groups = self._are_whole(tie)
             for unit in tie.units:

@@ -11,7 +11,7 @@ A use of N K rows becomes one of N examples, by a form of the same kind where th
     convolution  K images are one image, stacked in the first direction with room for the padding between them
     formed       gradients that are there already are added up
 
-so that norms and sums take the ways, and the kernels, they always take. Any other use goes through :class:`ViewedUse`.
+so that norms and sums take the ways, and the kernels, they always take. Others go through :class:`ViewedGrads`.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradveil.clipping.per_sample_grads import MaterialisedUse, Use
-from gradveil.clipping.rules.conv_use import ConvUse
-from gradveil.clipping.rules.embedding import EmbeddingUse
-from gradveil.clipping.rules.linear import LinearUse
+from gradveil.clipping.per_sample_grads import MaterializedGrads, PerSampleGrads
+from gradveil.clipping.rules.conv_use import ConvGrads
+from gradveil.clipping.rules.embedding import EmbeddingGrads
+from gradveil.clipping.rules.linear import LinearGrads
 
 
-def of_examples(use: Use, views: int) -> Use:
+def of_examples(use: PerSampleGrads, views: int) -> PerSampleGrads:
     """The use of N K rows, each a view, as one of N examples."""
     if views == 1:
         return use
-    if isinstance(use, LinearUse):
+    if isinstance(use, LinearGrads):
         x, g = (_joined(t, views).flatten(1, -2) for t in (use.x, use.g))
         return type(use)(x, g, weight=use.weight, bias=use.bias)
-    if isinstance(use, EmbeddingUse):
-        return EmbeddingUse(_joined(use.x, views).flatten(1), _joined(use.g, views).flatten(1, 2), use.shape)
-    if type(use) is ConvUse:
+    if isinstance(use, EmbeddingGrads):
+        return EmbeddingGrads(_joined(use.x, views).flatten(1), _joined(use.g, views).flatten(1, 2), use.shape)
+    if type(use) is ConvGrads:
         return _stacked_convolution(use, views)
-    if isinstance(use, MaterialisedUse):
-        return MaterialisedUse([_joined(g, views).sum(1) for g in use.grads])
-    return ViewedUse(use, views)
+    if isinstance(use, MaterializedGrads):
+        return MaterializedGrads([_joined(g, views).sum(1) for g in use.grads])
+    return ViewedGrads(use, views)
 
 
 def _joined(t: Tensor, views: int) -> Tensor:
@@ -48,7 +48,7 @@ def _joined(t: Tensor, views: int) -> Tensor:
     return t.reshape(len(t) // views, views, *t.shape[1:])
 
 
-def _stacked_convolution(use: ConvUse, views: int) -> ConvUse:
+def _stacked_convolution(use: ConvGrads, views: int) -> ConvGrads:
     """K fields one below the other, far enough apart that no patch of one reaches into the next.
 
     A map's rows are ``stride`` rows of its field apart, so the fields lie a multiple of it apart; the maps have zeros
@@ -58,7 +58,7 @@ def _stacked_convolution(use: ConvUse, views: int) -> ConvUse:
     height, rows = use.field.shape[2], use.map.shape[2]
     pitch = max(-(-(height + padding) // stride), rows)  # in rows of the map
     field, map_ = _stacked(use.field, views, pitch * stride), _stacked(use.map, views, pitch)
-    return ConvUse(
+    return ConvGrads(
         field,
         map_,
         field if use.transposed else map_,
@@ -84,12 +84,12 @@ def _stacked(t: Tensor, views: int, pitch: int) -> Tensor:
     return out
 
 
-class ViewedUse(Use):
+class ViewedGrads(PerSampleGrads):
     """Any use of rows: the gradient of an example is the sum over its rows."""
 
     keeps_gradients = False
 
-    def __init__(self, use: Use, views: int) -> None:
+    def __init__(self, use: PerSampleGrads, views: int) -> None:
         self.use, self.views = use, views
         self.examples, self.device = use.examples // views, use.device
         self.elements_per_example = use.elements_per_example * views

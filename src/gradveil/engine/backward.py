@@ -42,7 +42,7 @@ def backward_ended(engine: PrivacyEngine, sums: Accumulator) -> None:
     assert step is not None and clipper is not None
     try:
         with torch.no_grad():
-            stats = clipper.harvest
+            stats = clipper.clip_stats
             if not batches.is_open or stats.passes == 1:
                 sums(None)  # of a batch that was given up
             batches.count(stats.examples)

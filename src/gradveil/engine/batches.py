@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 
-from gradveil.clipping import Harvest
+from gradveil.clipping import ClipStats
 from gradveil.errors import PrivacyViolation
 from gradveil.mechanism.sampling import Ticket
 
@@ -136,7 +136,7 @@ class Batches:
         """Whether parts of the batch that was handed out are still to come before it is released."""
         return self.ticket is not None and self.is_open and self.ticket.size != self.ticket.drawn
 
-    def is_whole(self, stats: Harvest, *, waits: bool = True) -> bool:
+    def is_whole(self, stats: ClipStats, *, waits: bool = True) -> bool:
         """Whether all of the batch went through backward(), so that it can be released.
 
         ``waits=False``: what is missing will not come, since other processes go on.
@@ -148,7 +148,7 @@ class Batches:
             return False
         return self.drops_examples or not waits or stats.examples >= ticket.drawn
 
-    def check(self, stats: Harvest, step: int) -> str:
+    def check(self, stats: ClipStats, step: int) -> str:
         """The sampler to record: gradveil's, or "unknown" where the batch did not come from the loader."""
         ticket = self.ticket
         if self._spent:

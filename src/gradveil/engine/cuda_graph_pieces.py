@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradveil.clipping import Harvest
+from gradveil.clipping import ClipStats
 from gradveil.clipping.backends import cuda, graphs
 from gradveil.clipping.backward_pass import Padding
 from gradveil.engine.guards import fingerprint_sums
 from gradveil.engine.step import PrivateStep, add_to_gradient
 from gradveil.errors import ConfigError, PrivacyViolation
-from gradveil.mechanism.clip_bounds import WhitenedBounds
+from gradveil.mechanism.clip_bounds import AdaClip
 from gradveil.mechanism.noise.on_device import add_drawn_noise
 from gradveil.mechanism.noise.streams import NoiseSource
 from gradveil.mechanism.records import Release
@@ -38,7 +38,7 @@ that was released before; or eagerly, without a graph."""
 _RECAPTURES = 3  # of the update, when the optimizer's settings change; then it stays eager
 
 
-class Gathered(Harvest):
+class Gathered(ClipStats):
     """What the parts of a batch add up to, in buffers that graphs write to."""
 
     def __init__(self, groups: int, device: torch.device) -> None:
@@ -56,11 +56,13 @@ class Gathered(Harvest):
         padding.lost.zero_()
         return torch.where(padding.present, losses, 0.0).sum()
 
-    def take_in(self, harvest: Harvest, *, first: bool) -> None:
+    def take_in(self, clip_stats: ClipStats, *, first: bool) -> None:
         """The norms of one part, where the strategy looks at them."""
         groups = range(len(self._largest))
-        largest = torch.stack([self.nothing if (n := harvest.largest_norm(g)) is None else n.float() for g in groups])
-        beyond = torch.stack([self.nothing.long() if (n := harvest.beyond(g)) is None else n for g in groups])
+        largest = torch.stack(
+            [self.nothing if (n := clip_stats.largest_norm(g)) is None else n.float() for g in groups]
+        )
+        beyond = torch.stack([self.nothing.long() if (n := clip_stats.beyond(g)) is None else n for g in groups])
         self._largest.copy_(largest if first else torch.maximum(self._largest, largest))
         self._beyond.copy_(beyond if first else self._beyond + beyond)
 
@@ -127,7 +129,7 @@ class Graph:
 
 
 @contextmanager
-def _captured_pass(engine: PrivacyEngine, padding: Padding) -> Iterator[Callable[[], Harvest]]:
+def _captured_pass(engine: PrivacyEngine, padding: Padding) -> Iterator[Callable[[], ClipStats]]:
     """A pass of the model on padded rows, whose loss is a sum over all of them; gives its statistics.
 
     Its clipped sums go to ``.grad``, where the graph adds the noise before anything else runs. Those of a further
@@ -135,7 +137,7 @@ def _captured_pass(engine: PrivacyEngine, padding: Padding) -> Iterator[Callable
     """
     clipper = engine._clipper
     if clipper is None:
-        yield lambda: Harvest(len(engine.groups))
+        yield lambda: ClipStats(len(engine.groups))
         return
 
     def add_up() -> None:
@@ -147,7 +149,7 @@ def _captured_pass(engine: PrivacyEngine, padding: Padding) -> Iterator[Callable
     clipper.loss_reduction, clipper.padding, clipper.on_end = "sum", padding, add_up
     clipper.start_step()
     try:
-        yield lambda: clipper.harvest
+        yield lambda: clipper.clip_stats
     finally:
         clipper.padding = None
         clipper.loss_reduction, clipper.on_end = before
@@ -199,7 +201,7 @@ class Part(Piece):
         if not self.adds:
             for parameter in parameters:
                 parameter.grad = None
-        with _captured_pass(engine, self._padding) as harvest:
+        with _captured_pass(engine, self._padding) as clip_stats:
             losses = self.loss(engine.module(self._x), self._y)
             if losses.shape != (self.rows * self.views,):
                 raise ConfigError(
@@ -209,7 +211,7 @@ class Part(Piece):
                 )
             losses.backward(gradient=self._weights.to(losses.dtype))
             if engine._private is not None and engine._private.looks_at_norms:
-                self.gathered.take_in(harvest(), first=not self.adds)
+                self.gathered.take_in(clip_stats(), first=not self.adds)
         of_examples = losses.detach() if self.views == 1 else losses.detach().view(self.rows, self.views).mean(1)
         self.total = self.gathered.sum_up(of_examples, self._padding)
         for parameter in parameters:
@@ -267,7 +269,7 @@ class Finish(Piece):
         if not plan.strategy.is_private:
             self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.settings.views))
             return "at once"
-        if isinstance(engine.rule, WhitenedBounds):
+        if isinstance(engine.rule, AdaClip):
             return "eagerly"
         self._sampler = self._step.check(self.gathered)
         self._noise = self._step.fresh_noise()

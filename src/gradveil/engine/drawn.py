@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from gradveil.clipping.backward_pass import Pass
+from gradveil.clipping.backward_pass import BackwardPass
 from gradveil.engine.batches import Batches
 from gradveil.errors import PrivacyViolation
 
@@ -41,7 +41,7 @@ class _Memory(NamedTuple):
 class _Call(NamedTuple):
     """Of the model, with rows that are known."""
 
-    of: weakref.ref[Pass]
+    of: weakref.ref[BackwardPass]
     stale: _Memory | None  # of an earlier batch
     rows: set[int]  # of this one, where they are a piece of it
 
@@ -79,7 +79,7 @@ class Drawn:
                     StorageWeakRef(storage), self._number, ticket.step, int(t.storage_offset()), t.stride(0)
                 )
 
-    def called(self, current: Pass, args: Any, kwargs: Any) -> None:
+    def called(self, current: BackwardPass, args: Any, kwargs: Any) -> None:
         """The model is called: note whose rows it gets, where that says something."""
         ticket = self._batches.ticket
         if not self._memory or ticket is None or not self._batches.is_open:

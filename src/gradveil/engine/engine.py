@@ -39,7 +39,7 @@ from gradveil.engine.guards import BudgetGuard, check_optimizer, fingerprint
 from gradveil.engine.header import run_header
 from gradveil.engine.layout import Layout
 from gradveil.engine.plain import HiddenGradients, PlainStep
-from gradveil.engine.release_log import Book
+from gradveil.engine.release_log import ReleaseLog
 from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
@@ -51,7 +51,7 @@ from gradveil.mechanism.records import Release, RunHeader
 from gradveil.mechanism.release import Releaser
 from gradveil.mechanism.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, check_no_repeats, source_of
 from gradveil.mechanism.schedules import Schedule
-from gradveil.mechanism.strategies import Parameters, Strategy
+from gradveil.mechanism.strategies import PrivacyPlan, Strategy
 
 if TYPE_CHECKING:
     from gradveil.accounting import Statement
@@ -162,7 +162,7 @@ class PrivacyEngine:
         self.options = {name: plain_number(name, value) for name, value in (options or {}).items()}
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.ranks = processes.current()
-        self._plan: Parameters | None = None
+        self._plan: PrivacyPlan | None = None
         if self.settings.epsilon is None and self.settings.steps is not None:
             self._plan = self.settings.plan(steps=self.settings.steps)
         self._resume, self._key = resume, SecretKey(plain_number("seed", seed))
@@ -170,7 +170,7 @@ class PrivacyEngine:
         self._clipper: Clipper | None = None
         self._private: PrivateStep | None = None
         self._plain: PlainStep | None = None
-        self._book: Book | None = None
+        self._book: ReleaseLog | None = None
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
@@ -307,7 +307,7 @@ class PrivacyEngine:
         )
         self._plan = self.settings.plan(steps=steps, sigma=sigma)
 
-    def _make_rule(self, plan: Parameters) -> bound_rules.BoundRule:
+    def _make_rule(self, plan: PrivacyPlan) -> bound_rules.BoundRule:
         return bound_rules.make_rule(
             plan,
             self.groups,
@@ -374,7 +374,7 @@ class PrivacyEngine:
     def _open_book(self) -> None:
         side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
         published = self.settings.why_unproved(self.plan) is not None
-        self._book = Book.open(
+        self._book = ReleaseLog.open(
             run_header(self, side),
             self.run_dir,
             resume=self._resume,
@@ -536,7 +536,7 @@ class PrivacyEngine:
     # ---- what is known of the run
 
     @property
-    def plan(self) -> Parameters:
+    def plan(self) -> PrivacyPlan:
         """The strategy with its numbers: what is public of every step."""
         if self._plan is None:
             raise ConfigError("the plan of this run follows from its data loader: call make_private first.")
@@ -557,7 +557,7 @@ class PrivacyEngine:
         return self._book is not None
 
     @property
-    def _log(self) -> Book:
+    def _log(self) -> ReleaseLog:
         """Where releases are written down."""
         if self._book is None:
             raise ConfigError("the engine has no run yet: call make_private first.")
@@ -714,5 +714,5 @@ class PrivacyEngine:
 
 def _digest(ranks: processes.Ranks | None, grads: list[Tensor]) -> str:
     """Of gradients; ``ranks`` where each has a part of them. No method: a book outlives its engine."""
-    here = fingerprint([sharding.local(grad) for grad in grads])
+    here = fingerprint([sharding.local_shard(grad) for grad in grads])
     return here if ranks is None else ranks.digest(here)

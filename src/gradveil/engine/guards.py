@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.clipping import count_flags
-from gradveil.clipping.sharding import whole
+from gradveil.clipping.sharding import full_tensor
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
 from gradveil.mechanism.records import Release, RunHeader, planned_multiplier
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.strategies import PrivacyPlan
 
 
 def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -78,7 +78,7 @@ class BudgetGuard:
     def __init__(
         self,
         budget: float | None,
-        plan: Parameters,
+        plan: PrivacyPlan,
         groups: int,
         side_inverse_square: float,
         *,
@@ -220,7 +220,7 @@ def fingerprint_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     """All of a tensor, as whole numbers in a row."""
-    full = whole(tensor.detach()).contiguous()
+    full = full_tensor(tensor.detach()).contiguous()
     return full.view(_BITS[full.element_size()]).flatten()
 
 

@@ -64,7 +64,7 @@ class Recorder:
             raise ConfigError(
                 f"view {view!r} shows single examples, and this engine's backward passes are of whole batches: their "
                 "clipped gradients exist as sums only. Give make_private physical_batch_size=1, or record the view "
-                "'batch' (gradveil.attacks.observe shows examples you have yourself, at recorded weights)."
+                "'batch' (gradveil.attacks.observation.observe shows examples you have yourself, at recorded weights)."
             )
         self.left: set[int] = _chosen(steps, engine)
         self.recorded: list[int] = []

@@ -26,7 +26,7 @@ Digest = Callable[[list[Tensor]], str]
 """Of the gradients of a release."""
 
 
-class Book:
+class ReleaseLog:
     """Kept by each process of the run. When it is collected, or at exit, what is still to follow is written."""
 
     def __init__(self, ledger: Ledger, *, budget: BudgetGuard, digest: Digest, seeded: bool) -> None:
@@ -48,7 +48,7 @@ class Book:
         digest: Digest,
         seeded: bool,
         durability: Durability = "write",
-    ) -> Book:
+    ) -> ReleaseLog:
         """A new one, or that of a run which goes on; refused where the plan would overspend."""
         budget.check_plan(header)
         ranks.check_same("the run", header.salt)

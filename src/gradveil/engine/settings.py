@@ -16,7 +16,7 @@ from gradveil.clipping import Clipping
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism.records import why_unproved
 from gradveil.mechanism.schedules import Schedule
-from gradveil.mechanism.strategies import Parameters, Strategy, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, Strategy, parameters
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")
@@ -108,7 +108,7 @@ class Settings:
                 + ("; with allow_unproved=True the run is held to the published (MA) epsilon." if private else ".")
             )
 
-    def plan(self, *, steps: int, sigma: float | Schedule | None = None) -> Parameters:
+    def plan(self, *, steps: int, sigma: float | Schedule | None = None) -> PrivacyPlan:
         """The public plan of the run, over ``steps``; ``sigma`` where it is not among the settings."""
         chosen = sigma if self.sigma is None else self.sigma
         return parameters(self.strategy, steps=steps, clip=self.clip, sigma=chosen, **self.shape)
@@ -123,7 +123,7 @@ class Settings:
         """Where sigma is still to be calibrated: one that the plan can be laid out with."""
         return None if self.epsilon is None else max(1.0, self.least_sigma)
 
-    def why_unproved(self, plan: Parameters) -> str | None:
+    def why_unproved(self, plan: PrivacyPlan) -> str | None:
         """Why no finite epsilon is proved for such a run; None where one is."""
         return why_unproved(plan.strategy.guarantee, fixed_variance=plan.fixed_variance, sampling=self.sampling)
 

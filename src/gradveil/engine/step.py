@@ -23,10 +23,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gradveil.clipping import Clipper, Harvest
+from gradveil.clipping import Clipper, ClipStats
 from gradveil.engine.batches import Batches
 from gradveil.engine.guards import NotFiniteCount
-from gradveil.engine.release_log import Book
+from gradveil.engine.release_log import ReleaseLog
 from gradveil.errors import BudgetExhausted, PrivacyViolation
 from gradveil.mechanism.distributed.ranks import Ranks
 from gradveil.mechanism.noise.streams import NoiseSource, SecretKey, fresh_nonce
@@ -41,7 +41,7 @@ class PrivateStep:
         *,
         key: SecretKey,
         releaser: Releaser,
-        log: Book,
+        log: ReleaseLog,
         batches: Batches,
         clipper: Clipper,
         ranks: Ranks,
@@ -54,7 +54,7 @@ class PrivateStep:
         self._process, self._generators = os.getpid(), dict[torch.device, torch.Generator]()
         self._series, self._in_series = fresh_nonce(), 0  # nonces that several ranks count up together
 
-    def release(self, sums: Mapping[str, Tensor], stats: Harvest) -> dict[str, Tensor]:
+    def release(self, sums: Mapping[str, Tensor], stats: ClipStats) -> dict[str, Tensor]:
         """Make this step's release and hand it out; the noised mean gradients.
 
         Guarantee: the record in the ledger describes the noise on what was handed out, or nothing was handed out.
@@ -79,7 +79,7 @@ class PrivateStep:
         self.not_finite.note(stats.lost, step=self.index - 1)
         return sums
 
-    def check(self, stats: Harvest) -> str:
+    def check(self, stats: ClipStats) -> str:
         """Refuse a step that the run may not take; the sampler to record."""
         self.check_process()
         _check_not_capturing(self.releaser.device)
@@ -125,7 +125,7 @@ class PrivateStep:
         """Whether the release depends on the norms of the batch's examples."""
         return self.releaser.plan.sensitivity_rule == "l2max-example" or self.releaser.rule.counts_norms
 
-    def over_ranks(self, stats: Harvest) -> Harvest:
+    def over_ranks(self, stats: ClipStats) -> ClipStats:
         """The statistics of the whole batch, where the release depends on them."""
         if not self.looks_at_norms:
             return stats

@@ -23,7 +23,7 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def report(plan: Plan, found: Found) -> Report:
-    from gradveil.attacks.pictures import Line, draw_grid
+    from gradveil.attacks.scoring.pictures import Line, draw_grid
 
     sets = plan.sets_of(*SETS, kind="image")
     lines: list[Line] = []

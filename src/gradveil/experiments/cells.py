@@ -138,13 +138,13 @@ def _told(ended: Any) -> Result:
 def _attack(settings: Result, folder: Path, place: Place) -> Result:
     import numpy as np
 
-    from gradveil.attacks.trial import Trial, run
+    from gradveil.attacks.trial import AttackConfig, run
     from gradveil.training import data
 
     dataset = settings.pop("dataset")
     shown, of_run = settings.pop("shown", 0), settings.pop("of_run", None)
     if of_run is None:
-        outcome = run(Trial(**settings, device=place.device), data.load(dataset, data_dir=place.data_dir))
+        outcome = run(AttackConfig(**settings, device=place.device), data.load(dataset, data_dir=place.data_dir))
     else:
         outcome = _attack_on_run(settings, of_run, folder, place)
     if shown:  # images of the data set: in the cell's folder, never in a report by themselves
@@ -158,7 +158,7 @@ def _attack(settings: Result, folder: Path, place: Place) -> Result:
 
 def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place) -> Any:
     from gradveil.attacks.from_run import load_target
-    from gradveil.attacks.trial import Trial, run
+    from gradveil.attacks.trial import AttackConfig, run
 
     trained = Cell("train", of_run)
     where = folder.parent / trained.key
@@ -168,7 +168,7 @@ def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place)
     theirs: Result = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
     private = target.plan.strategy.is_private
     return run(
-        Trial(**settings, **theirs, step=target.step, steps=target.plan.steps, device=place.device),
+        AttackConfig(**settings, **theirs, step=target.step, steps=target.plan.steps, device=place.device),
         target.data,
         model=target.model,
         plan=target.plan if private else None,

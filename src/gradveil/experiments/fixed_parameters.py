@@ -29,7 +29,7 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def report(plan: Plan, found: Found) -> Report:
-    from gradveil.attacks.pictures import Line, draw_grid
+    from gradveil.attacks.scoring.pictures import Line, draw_grid
 
     lines: list[Line] = []
     rows, more = [], {attack: list[bool]() for attack in ATTACKS}

@@ -120,7 +120,7 @@ def _claims(results: dict[str, dict[str, dict[str, Result]]]) -> list[Claim]:
 
 def _draw(plan: Plan, found: Found) -> Path:
     """One victim of each set that shows no face: the original, and what both attacks make of each release."""
-    from gradveil.attacks.pictures import Line, draw_grid
+    from gradveil.attacks.scoring.pictures import Line, draw_grid
 
     lines: list[Line] = []
     for dataset in plan.sets_of(*SETS, kind="image"):

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.clipping import Group, Harvest
+from gradveil.clipping import ClipStats, Group
 from gradveil.clipping.clip_factors import Whitening
 from gradveil.errors import ConfigError
 from gradveil.mechanism.noise.streams import NoiseSource
-from gradveil.mechanism.records import SideRelease
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.records import AuxiliaryRelease
+from gradveil.mechanism.strategies import PrivacyPlan
 
 
 class BoundRule:
@@ -34,12 +34,12 @@ class BoundRule:
         """The clip bound of every group at ``step``."""
         raise NotImplementedError
 
-    def side_releases(self, harvest: Harvest, noise: NoiseSource) -> tuple[SideRelease, ...]:
+    def side_releases(self, clip_stats: ClipStats, noise: NoiseSource) -> tuple[AuxiliaryRelease, ...]:
         """What this rule releases of the batch beside the gradients."""
         return ()
 
     def learn(
-        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+        self, side: tuple[AuxiliaryRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
         """Adapt to what was released: the side releases and the noised mean gradients."""
 
@@ -55,30 +55,30 @@ class BoundRule:
             raise ConfigError(f"unexpected state for {type(self).__name__}: {sorted(state)}")
 
 
-class ScheduledBounds(BoundRule):
+class ScheduledClip(BoundRule):
     """The same scheduled C_t for every group."""
 
-    def __init__(self, plan: Parameters, groups: Sequence[Group]) -> None:
+    def __init__(self, plan: PrivacyPlan, groups: Sequence[Group]) -> None:
         self.schedule, self.count = plan.clip, len(groups)
 
     def bounds(self, step: int) -> tuple[float, ...]:
         return (self.schedule(step),) * self.count
 
 
-class NormalisedBounds(ScheduledBounds):
+class AutoClip(ScheduledClip):
     """Every example's gradient is scaled to g / (|g| + gamma): shorter than 1, whatever it was, so there is no C.
 
     Bu et al. 2023, "Automatic clipping"; Yang et al. 2022. Large gamma keeps short gradients short.
     """
 
-    def __init__(self, plan: Parameters, groups: Sequence[Group], *, gamma: float = 0.01) -> None:
+    def __init__(self, plan: PrivacyPlan, groups: Sequence[Group], *, gamma: float = 0.01) -> None:
         super().__init__(plan, groups)
         if not (gamma > 0 and math.isfinite(gamma)):
             raise ConfigError(f"gamma is {gamma!r}; give a positive number: a gradient of 0 has no direction.")
         self.gamma = gamma
 
 
-class QuantileBounds(BoundRule):
+class QuantileClip(BoundRule):
     """Each group's bound follows a quantile of its per-example norms (Andrew et al. 2021, Algorithm 1).
 
     Per step and group, the number of examples within the bound is released with Gaussian noise of std
@@ -92,7 +92,7 @@ class QuantileBounds(BoundRule):
 
     def __init__(
         self,
-        plan: Parameters,
+        plan: PrivacyPlan,
         groups: Sequence[Group],
         *,
         batch_size: float,
@@ -120,12 +120,12 @@ class QuantileBounds(BoundRule):
     def bounds(self, step: int) -> tuple[float, ...]:
         return tuple(self.current)
 
-    def side_releases(self, harvest: Harvest, noise: NoiseSource) -> tuple[SideRelease, ...]:
+    def side_releases(self, clip_stats: ClipStats, noise: NoiseSource) -> tuple[AuxiliaryRelease, ...]:
         count = len(self.current)
-        exact = [within - harvest.examples / 2.0 for within in harvest.counts_within()]
+        exact = [within - clip_stats.examples / 2.0 for within in clip_stats.counts_within()]
         values = tuple(e + self.count_noise * z for e, z in zip(exact, noise.normals(count), strict=True))
         return (
-            SideRelease(
+            AuxiliaryRelease(
                 name="within-bound counts",
                 values=values,
                 sensitivity=math.sqrt(count) / 2.0,
@@ -134,7 +134,7 @@ class QuantileBounds(BoundRule):
         )
 
     def learn(
-        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+        self, side: tuple[AuxiliaryRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
         for group, value in enumerate(side[0].values):
             share = value / self.batch_size + 0.5
@@ -147,10 +147,10 @@ class QuantileBounds(BoundRule):
         self.current = [float(c) for c in state["current"]]
 
 
-class EstimatedBounds(QuantileBounds):
+class SearchedClip(QuantileClip):
     """Bounds found by private counts, wherever they start, that follow the norms down and never far up.
 
-    The counts are those of :class:`QuantileBounds`, charged in the same way. What is made of them is free:
+    The counts are those of :class:`QuantileClip`, charged in the same way. What is made of them is free:
 
     - In the first steps each group's bound is searched, from far below ``clip``, until the counts say that it is at the
       median of the norms or has passed it; there it waits for the others. A bound that is too low costs a few slow
@@ -168,7 +168,7 @@ class EstimatedBounds(QuantileBounds):
 
     def __init__(
         self,
-        plan: Parameters,
+        plan: PrivacyPlan,
         groups: Sequence[Group],
         *,
         batch_size: float,
@@ -213,7 +213,7 @@ class EstimatedBounds(QuantileBounds):
         return tuple(min(max(bound, least), most) for bound in self.current)
 
     def learn(
-        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+        self, side: tuple[AuxiliaryRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
         rate, used = self._rate(self.learned), self.bounds(self.learned)
         self.learned += 1
@@ -264,7 +264,7 @@ _SETTLING_STEPS = 40.0
 _SHAKE = 0.05  # what the noise of one count may move a bound by, relative
 
 
-class WhitenedBounds(BoundRule):
+class AdaClip(BoundRule):
     """AdaClip (Pichapati et al. 2019, Algorithm 2): coordinates whitened, then clipped to norm 1.
 
     Example i gives w = (g - m) / b, clipped to norm 1 per group. Noise of std sigma goes on the sum of the
@@ -280,7 +280,7 @@ class WhitenedBounds(BoundRule):
 
     def __init__(
         self,
-        plan: Parameters,
+        plan: PrivacyPlan,
         groups: Sequence[Group],
         *,
         parameters: Mapping[str, Tensor],
@@ -315,7 +315,7 @@ class WhitenedBounds(BoundRule):
         return self.mean[name]
 
     def learn(
-        self, side: tuple[SideRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
+        self, side: tuple[AuxiliaryRelease, ...], noised: Mapping[str, Tensor], sigma: float, batch_size: float
     ) -> None:
         assert self.whitening is not None
         for name, grad in noised.items():
@@ -337,24 +337,24 @@ class WhitenedBounds(BoundRule):
         self._refresh()
 
 
-def _scheduled(plan: Parameters, groups: Sequence[Group], **context: Any) -> BoundRule:
-    return ScheduledBounds(plan, groups)
+def _scheduled(plan: PrivacyPlan, groups: Sequence[Group], **context: Any) -> BoundRule:
+    return ScheduledClip(plan, groups)
 
 
-def _quantile(plan: Parameters, groups: Sequence[Group], *, batch_size: float, options: Any, **_: Any) -> BoundRule:
-    return QuantileBounds(plan, groups, batch_size=batch_size, **options)
+def _quantile(plan: PrivacyPlan, groups: Sequence[Group], *, batch_size: float, options: Any, **_: Any) -> BoundRule:
+    return QuantileClip(plan, groups, batch_size=batch_size, **options)
 
 
-def _estimated(plan: Parameters, groups: Sequence[Group], *, batch_size: float, options: Any, **_: Any) -> BoundRule:
-    return EstimatedBounds(plan, groups, batch_size=batch_size, **options)
+def _estimated(plan: PrivacyPlan, groups: Sequence[Group], *, batch_size: float, options: Any, **_: Any) -> BoundRule:
+    return SearchedClip(plan, groups, batch_size=batch_size, **options)
 
 
-def _normalised(plan: Parameters, groups: Sequence[Group], *, options: Any, **_: Any) -> BoundRule:
-    return NormalisedBounds(plan, groups, **options)
+def _normalised(plan: PrivacyPlan, groups: Sequence[Group], *, options: Any, **_: Any) -> BoundRule:
+    return AutoClip(plan, groups, **options)
 
 
-def _whitened(plan: Parameters, groups: Sequence[Group], *, parameters: Any, options: Any, **_: Any) -> BoundRule:
-    return WhitenedBounds(plan, groups, parameters=parameters, **options)
+def _whitened(plan: PrivacyPlan, groups: Sequence[Group], *, parameters: Any, options: Any, **_: Any) -> BoundRule:
+    return AdaClip(plan, groups, parameters=parameters, **options)
 
 
 RULES: dict[str, Callable[..., BoundRule]] = {
@@ -368,7 +368,7 @@ RULES: dict[str, Callable[..., BoundRule]] = {
 
 
 def make_rule(
-    plan: Parameters,
+    plan: PrivacyPlan,
     groups: Sequence[Group],
     *,
     parameters: Mapping[str, Tensor],

@@ -111,7 +111,7 @@ def _tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideRelease:
+class AuxiliaryRelease:
     """Something released beside the gradient, such as the noised counts of quantile clipping.
 
     ``sensitivity`` is the l2 norm by which one added or removed example can move the whole vector;
@@ -145,7 +145,7 @@ class Release:
     sigma: float
     noise_std: tuple[float, ...]
     scale_is_public: bool
-    side: tuple[SideRelease, ...] = ()
+    side: tuple[AuxiliaryRelease, ...] = ()
     digest: str | None = None  # of the noised gradients; seeded runs only, where a redone step must repeat itself
     recovered: bool = False  # written in place of a line that a crash cut in half; counted as spent
     # Identifies the noise: from the operating system, drawn for this release; None in seeded runs, where the step
@@ -182,7 +182,9 @@ class Release:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Release:
         settings = {key: _tuples(value) for key, value in data.items()}
-        settings["side"] = tuple(SideRelease(**{k: _tuples(v) for k, v in s.items()}) for s in data.get("side", ()))
+        settings["side"] = tuple(
+            AuxiliaryRelease(**{k: _tuples(v) for k, v in s.items()}) for s in data.get("side", ())
+        )
         return cls(**settings)
 
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil.clipping import Group, Harvest
-from gradveil.clipping.per_sample_grads import wide
-from gradveil.clipping.sharding import is_sharded, local, start_of
+from gradveil.clipping import ClipStats, Group
+from gradveil.clipping.per_sample_grads import at_least_float32
+from gradveil.clipping.sharding import is_sharded, local_shard, start_of
 from gradveil.mechanism.clip_bounds import BoundRule
 from gradveil.mechanism.distributed.ranks import Ranks
 from gradveil.mechanism.noise.streams import NoiseSource, Shard
-from gradveil.mechanism.records import Release, SideRelease
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.records import AuxiliaryRelease, Release
+from gradveil.mechanism.strategies import PrivacyPlan
 
 # In fixed-variance mode sigma_t = varsigma / S_t; an all-zero batch would make it infinite.
 _SMALLEST_SENSITIVITY = 1e-12
@@ -31,7 +31,7 @@ class StepFacts(NamedTuple):
     """What a sensitivity rule may look at: bounds, norms after clipping, and the sums."""
 
     bounds: tuple[float, ...]
-    harvest: Harvest
+    clip_stats: ClipStats
     groups: Sequence[Group]
     grads: Mapping[str, Tensor]
     batch_size: float
@@ -52,7 +52,7 @@ def _clip_bound(facts: StepFacts) -> tuple[float, ...]:
 
 def _largest_example(facts: StepFacts) -> tuple[float, ...]:
     """max over groups and examples of the clipped norm: the paper's text."""
-    return (facts.harvest.largest_of_all(),) * len(facts.groups)
+    return (facts.clip_stats.largest_of_all(),) * len(facts.groups)
 
 
 def _batch_gradient(facts: StepFacts) -> tuple[float, ...]:
@@ -82,7 +82,7 @@ class NoiseScale(NamedTuple):
     public: bool  # whether the scale is a function of public values only
 
 
-def noise_scale(plan: Parameters, step: int, facts: StepFacts) -> NoiseScale:
+def noise_scale(plan: PrivacyPlan, step: int, facts: StepFacts) -> NoiseScale:
     """The scale of one step's noise, from its bounds and, for the l2-max strategies, from its norms."""
     rule = SENSITIVITY_RULES[plan.sensitivity_rule]
     sensitivity = rule.values(facts)
@@ -97,7 +97,7 @@ class Measured(NamedTuple):
     """What a step will release, before any noise is added to its sums."""
 
     scale: NoiseScale
-    side: tuple[SideRelease, ...]
+    side: tuple[AuxiliaryRelease, ...]
     release: Release
 
 
@@ -111,7 +111,7 @@ class Releaser:
     def __init__(
         self,
         *,
-        plan: Parameters,
+        plan: PrivacyPlan,
         rule: BoundRule,
         groups: Sequence[Group],
         parameters: Mapping[str, nn.Parameter],
@@ -133,11 +133,11 @@ class Releaser:
         return {n: sums[n] if n in sums else torch.zeros_like(p.detach()) for n, p in self.parameters.items()}
 
     def measure(
-        self, step: int, sums: Mapping[str, Tensor], stats: Harvest, noise: NoiseSource, *, sampler: str
+        self, step: int, sums: Mapping[str, Tensor], stats: ClipStats, noise: NoiseSource, *, sampler: str
     ) -> Measured:
         """The scale of the noise and the record. ``stats`` is of the whole batch, over all ranks."""
         if self._sharded:
-            sums = {name: local(total) for name, total in sums.items()}
+            sums = {name: local_shard(total) for name, total in sums.items()}
         elif not self._noise_first:
             self.ranks.add_up(list(sums.values()))
         facts = StepFacts(self.rule.bounds(step), stats, self.groups, sums, self.batch_size)
@@ -160,7 +160,7 @@ class Releaser:
     @torch.no_grad()
     def add_noise(self, sums: Mapping[str, Tensor], scale: NoiseScale, noise: NoiseSource) -> None:
         """In place: sums of clipped gradients, over all ranks, become noised means."""
-        grads = [local(total) for total in sums.values()] if self._sharded else list(sums.values())
+        grads = [local_shard(total) for total in sums.values()] if self._sharded else list(sums.values())
         stds = [std for group, std in zip(self.groups, scale.stds, strict=True) for _ in group.parameters]
         if self._sharded:
             shards = [_shard(parameter) for parameter in self.parameters.values()]
@@ -177,23 +177,23 @@ class Releaser:
     def learn(self, measured: Measured, noised: Mapping[str, Tensor]) -> None:
         """Bounds adapt to what was released."""
         if self._sharded:
-            noised = {name: local(grad) for name, grad in noised.items()}
+            noised = {name: local_shard(grad) for name, grad in noised.items()}
         self.rule.learn(measured.side, noised, measured.scale.sigma, self.batch_size)
 
 
 def _shard(parameter: nn.Parameter) -> Shard:
-    return Shard(start_of(parameter), local(parameter).numel(), parameter.numel())
+    return Shard(start_of(parameter), local_shard(parameter).numel(), parameter.numel())
 
 
 def record(
     step: int,
-    plan: Parameters,
+    plan: PrivacyPlan,
     scale: NoiseScale,
     *,
     sampler: str,
     sample_rate: float,
     batch_size: float,
-    side: tuple[SideRelease, ...] = (),
+    side: tuple[AuxiliaryRelease, ...] = (),
     nonce: str | None = None,
 ) -> Release:
     """The record of a step that was noised by ``scale``."""
@@ -232,6 +232,6 @@ def _whitened_noise(
             grad.div_(batch_size)
             continue
         draw = noise.wide_normal_like(grad) * rule.whitening[name][1]
-        total = (wide(grad) + std * draw) / batch_size
+        total = (at_least_float32(grad) + std * draw) / batch_size
         shift = rule.shift(name)
         grad.copy_(total if shift is None else total + shift)

@@ -184,7 +184,7 @@ for _name, _bounds, _sensitivity, _noise, _summary, _source in (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
+class PrivacyPlan:
     """A strategy with its numbers: the public plan of a whole run, a pure function of the step."""
 
     strategy: Strategy
@@ -259,7 +259,7 @@ def parameters(
     sigma_decay: str | None = None,
     sigma_end: float | None = None,
     fixed_variance: bool = False,
-) -> Parameters:
+) -> PrivacyPlan:
     """Check a strategy's numbers and lay out its public plan over ``steps``.
 
     ``clip`` and ``sigma`` are the starting values, or whole schedules. ``decay`` names the shape of
@@ -294,7 +294,7 @@ def parameters(
         warnings.warn(f"decay={decay!r} has no effect: nothing decays under {chosen.name!r}.", stacklevel=3)
     if not chosen.is_private:
         one = Constant(start=1.0)
-        return Parameters(strategy=chosen, steps=steps, clip=one, sigma=one)
+        return PrivacyPlan(strategy=chosen, steps=steps, clip=one, sigma=one)
     if chosen.bounds in _UNIT:
         clip = 1.0
     clips = _schedule(
@@ -318,7 +318,7 @@ def parameters(
     chosen_reading: Reading | None = None
     if chosen.sensitivity == "l2max":
         chosen_reading = "batch" if reading == "batch" else "example"
-    return Parameters(
+    return PrivacyPlan(
         strategy=chosen,
         steps=steps,
         clip=clips,

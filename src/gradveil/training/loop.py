@@ -31,7 +31,7 @@ from gradveil.mechanism.distributed.ranks import joined
 from gradveil.mechanism.noise.streams import SecretKey
 from gradveil.mechanism.records import why_unproved
 from gradveil.mechanism.sampling import PrivateLoader
-from gradveil.mechanism.strategies import Parameters, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, parameters
 from gradveil.training import augment, checkpoints, data, features, models
 from gradveil.training.config import RunConfig, read_toml
 from gradveil.training.environment import captures, environment
@@ -516,7 +516,7 @@ class _Session:
         checkpoints.unpack(whole, facts, *self._kept)
 
 
-def _check_provable(config: RunConfig, plan: Parameters) -> None:
+def _check_provable(config: RunConfig, plan: PrivacyPlan) -> None:
     """A target epsilon needs a strategy and a sampler that have one."""
     why = why_unproved(
         plan.strategy.guarantee,

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from gradveil.clipping.backends import cuda, programs
 from gradveil.clipping.backends.cuda import Clip, Clipped
-from gradveil.clipping.per_sample_grads import MaterialisedUse, Use
-from gradveil.clipping.rules.conv_use import ConvUse
-from gradveil.clipping.rules.embedding import EmbeddingUse
-from gradveil.clipping.rules.linear import LinearUse, TransposedLinearUse
-from gradveil.clipping.tied_weights import TiedUse
+from gradveil.clipping.per_sample_grads import MaterializedGrads, PerSampleGrads
+from gradveil.clipping.rules.conv_use import ConvGrads
+from gradveil.clipping.rules.embedding import EmbeddingGrads
+from gradveil.clipping.rules.linear import LinearGrads, TransposedLinearGrads
+from gradveil.clipping.tied_weights import TiedGrads
 
 
-def clipped(use: Use, clip: Clip) -> Clipped | None:
+def clipped(use: PerSampleGrads, clip: Clip) -> Clipped | None:
     """Clipped sums of a use whose parameters are all in one group; None where no kernel fits."""
-    if isinstance(use, TiedUse):
+    if isinstance(use, TiedGrads):
         return _tied(use, clip)
     found = _clipped(use, clip)
     recorder = programs.current()
@@ -31,22 +31,22 @@ def clipped(use: Use, clip: Clip) -> Clipped | None:
 _ALIGNED = 8  # halves: 16 bytes
 
 
-def _half_linear(use: LinearUse, clip: Clip) -> Clipped:
+def _half_linear(use: LinearGrads, clip: Clip) -> Clipped:
     outputs = use.g.shape[-1]
-    more = 0 if isinstance(use, TransposedLinearUse) else -outputs % _ALIGNED
+    more = 0 if isinstance(use, TransposedLinearGrads) else -outputs % _ALIGNED
     found = cuda.clip_in_chunks(lambda rows: use.half_gradients(rows, more), use.chunks(), clip)
     if more:
         found.sums[0] = found.sums[0][:outputs]
     return found
 
 
-def _tied(use: TiedUse, clip: Clip) -> Clipped | None:
+def _tied(use: TiedGrads, clip: Clip) -> Clipped | None:
     """An output layer in half precision, and embeddings that share its weight and are added to its gradients."""
-    linear = next((u for u in use.uses if isinstance(u, LinearUse)), None)
-    rows_of = [u for u in use.uses if isinstance(u, EmbeddingUse)]
+    linear = next((u for u in use.uses if isinstance(u, LinearGrads)), None)
+    rows_of = [u for u in use.uses if isinstance(u, EmbeddingGrads)]
     if (
         linear is None
-        or isinstance(linear, TransposedLinearUse)
+        or isinstance(linear, TransposedLinearGrads)
         or not linear.half
         or len(use.shapes) != 1
         or len(rows_of) != len(use.uses) - 1
@@ -69,17 +69,17 @@ def _tied(use: TiedUse, clip: Clip) -> Clipped | None:
     return found
 
 
-def _clipped(use: Use, clip: Clip) -> Clipped | None:
-    if isinstance(use, LinearUse):
+def _clipped(use: PerSampleGrads, clip: Clip) -> Clipped | None:
+    if isinstance(use, LinearGrads):
         return _linear(use, clip)
-    if isinstance(use, ConvUse):
+    if isinstance(use, ConvGrads):
         return _convolution(use, clip)
-    if isinstance(use, MaterialisedUse) and len(use.grads) <= 2:
+    if isinstance(use, MaterializedGrads) and len(use.grads) <= 2:
         return cuda.clip_rows(use.grads, clip) if cuda.usable(*use.grads) else None
     return None
 
 
-def _linear(use: LinearUse, clip: Clip) -> Clipped | None:
+def _linear(use: LinearGrads, clip: Clip) -> Clipped | None:
     if not cuda.usable(use.x, use.g):
         return None
     if use.half:
@@ -90,12 +90,12 @@ def _linear(use: LinearUse, clip: Clip) -> Clipped | None:
         found = cuda.clip_gram(use.x, use.g, clip, weight=use.weight, bias=use.bias)
     else:
         return None
-    if isinstance(use, TransposedLinearUse) and use.weight:
+    if isinstance(use, TransposedLinearGrads) and use.weight:
         found.sums[0] = found.sums[0].mT.contiguous()
     return found
 
 
-def _convolution(use: ConvUse, clip: Clip) -> Clipped | None:
+def _convolution(use: ConvGrads, clip: Clip) -> Clipped | None:
     if use.transposed or not use.weight or len(use.kernel) > 2 or not cuda.usable(use.field, use.map):
         return None
     lift = len(use.kernel) == 1  # one dimension is two, the first of them of size one

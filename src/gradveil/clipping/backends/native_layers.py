@@ -2,7 +2,7 @@
 
 Only kinds that C++ knows, all of whose parameters train. A call goes there in plain float32, and on a GPU under
 autocast: normalisations, which it leaves in float32, and linear layers, in half precision. Everything else goes
-through :class:`~gradveil.clipping.clipped_functions.LayerTap`, with the same result.
+through :class:`~gradveil.clipping.clipped_functions.ClippedFunction`, with the same result.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gradveil.clipping.backends.layers import Layers, NativeWatch
 from gradveil.clipping.rules.conv import ConvRule
 from gradveil.clipping.rules.linear import MULTIPLIES_HALVES, Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, LayerNormRule
-from gradveil.clipping.tracked_modules import Unit
+from gradveil.clipping.tracked_modules import TrackedModule
 
 
 class NativeLayer:
     """One unit's layer in C++."""
 
-    def __init__(self, library: Layers, unit: Unit, number: int, in_cpp: Any, *, on_cpu: bool) -> None:
+    def __init__(self, library: Layers, unit: TrackedModule, number: int, in_cpp: Any, *, on_cpu: bool) -> None:
         self._rule: Any = unit.rule
         self._on_cpu, self._least_dims = on_cpu, unit.rule.least_dims if unit.rule is not None else 2
         self._in_halves = isinstance(unit.rule, (LinearRule, Conv1DRule))
@@ -80,7 +80,7 @@ def _key(x: Tensor, g: Tensor) -> tuple[int, ...]:
 
 
 def native_layer(
-    library: Layers, unit: Unit, watch: NativeWatch, weight: Tensor, bias: Tensor | None
+    library: Layers, unit: TrackedModule, watch: NativeWatch, weight: Tensor, bias: Tensor | None
 ) -> NativeLayer | None:
     """The layer in C++; None where it stays in Python."""
     rule = unit.rule

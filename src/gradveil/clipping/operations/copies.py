@@ -20,14 +20,14 @@ from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Site
 from gradveil.clipping.operations.routing import Owners
 from gradveil.clipping.operations.sources import Source
-from gradveil.clipping.per_sample_grads import MaterialisedUse, wide
+from gradveil.clipping.per_sample_grads import MaterializedGrads, at_least_float32
 from gradveil.clipping.validation.surroundings import no_autocast
 
 if TYPE_CHECKING:
     from gradveil.clipping.operations.tracking import Tracking
 
 
-class CopyTap(torch.autograd.Function):
+class CopyFunction(torch.autograd.Function):
     """From a parameter to its copies, (B, ...)."""
 
     @staticmethod
@@ -39,7 +39,7 @@ class CopyTap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:
         with no_autocast():
-            ctx.clipper.collect(ctx.call, MaterialisedUse([wide(g)]), ctx.next_functions)
+            ctx.clipper.collect(ctx.call, MaterializedGrads([at_least_float32(g)]), ctx.next_functions)
         return None, None, None, None
 
 
@@ -49,7 +49,7 @@ def take(tracking: Tracking, source: Source) -> Tensor:
     if found is None:
         unit = tracking.clipper.unit_of_copies(source)
         call = Call(unit, tracking.current, again=tracking.again, sources=[source])
-        found = tracking.copied[id(source)] = CopyTap.apply(
+        found = tracking.copied[id(source)] = CopyFunction.apply(
             tracking.clipper, call, source.given(), tracking.current.rows
         )
     return found

@@ -387,7 +387,7 @@ def _scan(
     w_ih, w_hh, b_ih, b_hh, shrink = weights
     of_inputs = ops.call(F.linear, x, w_ih, b_ih)
     outs = []
-    # Where the two sums are only added, the second one's gradient is that of their sum: see RecurrentTap.
+    # Where the two sums are only added, the second one's gradient is that of their sum: see RecurrentFunction.
     tapped = ops.tap_steps(of_inputs, w_hh, b_hh, time, backwards) if kind != "gru" else None
     if tapped is not None:
         of_inputs, fed = of_inputs + tapped[0], tapped[1]

@@ -16,7 +16,7 @@ from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Site
 from gradveil.clipping.operations.sources import Source
 from gradveil.clipping.operations.table import writes_in_place
-from gradveil.clipping.per_sample_grads import MaterialisedUse, wide
+from gradveil.clipping.per_sample_grads import MaterializedGrads, at_least_float32
 from gradveil.clipping.validation.surroundings import Autocast, no_autocast, no_saved_tensor_hooks
 from gradveil.errors import UnsupportedModelError
 
@@ -45,7 +45,7 @@ class Operation:
         return found
 
 
-class OperationTap(torch.autograd.Function):
+class OperationFunction(torch.autograd.Function):
     """The operation, with gradients of its batch data as ever, and those of its parameters apart by example."""
 
     @staticmethod
@@ -71,12 +71,12 @@ class OperationTap(torch.autograd.Function):
                 ) from error
         edges = [ctx.next_functions[i] for i in tap.tracked]  # of tensors only
         with no_autocast():
-            tap.clipper.collect(tap.call, MaterialisedUse([wide(g.detach()) for g in found]), edges)
+            tap.clipper.collect(tap.call, MaterializedGrads([at_least_float32(g.detach()) for g in found]), edges)
         return None, *to_inputs
 
 
 class _Tap:
-    """What an :class:`OperationTap` goes by. ``layouts``: of all tensors, and of the results."""
+    """What an :class:`OperationFunction` goes by. ``layouts``: of all tensors, and of the results."""
 
     def __init__(
         self,
@@ -190,5 +190,5 @@ def run(
     call = Call(unit, tracking.current, again=tracking.again, sources=sources)
     tap = _Tap(tracking, call, operation, places, all_layouts, site.out)
     given = [tracking.known[id(t)].given() if tracking.tracks(t) else t for t in operation.tensors]
-    out = OperationTap.apply(tap, *given)
+    out = OperationFunction.apply(tap, *given)
     return tree_unflatten(list(out), operation.out_spec)

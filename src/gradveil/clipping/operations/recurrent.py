@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gradveil.clipping.backward_pass import Call
-from gradveil.clipping.rules.linear import LinearUse
+from gradveil.clipping.rules.linear import LinearGrads
 from gradveil.clipping.validation.surroundings import no_autocast
 
 if TYPE_CHECKING:
     from gradveil.clipping.clipper import Clipper
 
 
-class RecurrentTap(torch.autograd.Function):
+class RecurrentFunction(torch.autograd.Function):
     """b at every step; its gradient, with the hidden states that ``fed`` holds by then, is the use of W and b."""
 
     @staticmethod
@@ -48,5 +48,5 @@ class RecurrentTap(torch.autograd.Function):
         if ctx.time == 0:
             h, g = h.transpose(0, 1), g.transpose(0, 1)
         with no_autocast():
-            ctx.clipper.collect(ctx.call, LinearUse(h, g, weight=True, bias=ctx.bias), ctx.next_functions[1:])
+            ctx.clipper.collect(ctx.call, LinearGrads(h, g, weight=True, bias=ctx.bias), ctx.next_functions[1:])
         return (None,) * 8

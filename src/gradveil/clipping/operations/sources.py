@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.clipping.per_sample_grads import MaterialisedUse, Use, Weigh, wide
-from gradveil.clipping.rules.embedding import EmbeddingUse
+from gradveil.clipping.per_sample_grads import MaterializedGrads, PerSampleGrads, Weigh, at_least_float32
+from gradveil.clipping.rules.embedding import EmbeddingGrads
 
 Key = Any
 
@@ -137,16 +137,16 @@ def is_of_a_pass(leaf: Tensor) -> bool:
     return getattr(leaf, "_gradveil", False)
 
 
-def of_parameters(use: Use, sources: Sequence[Source]) -> Use:
+def of_parameters(use: PerSampleGrads, sources: Sequence[Source]) -> PerSampleGrads:
     """The use of tensors as one of the parameters they come from, in the order of :func:`slots_of`."""
     if all(source.is_parameter for source in sources) and len(slots_of(sources)) == len(sources):
         return use
     only = sources[0]
-    if len(sources) == 1 and only.lookup is not None and isinstance(use, MaterialisedUse):
+    if len(sources) == 1 and only.lookup is not None and isinstance(use, MaterializedGrads):
         found = _looked_up(use, only)
         if found is not None:
             return found
-    return DerivedUse(use, sources)
+    return DerivedGrads(use, sources)
 
 
 def slots_of(sources: Sequence[Source]) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def slots_of(sources: Sequence[Source]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(slot for source in sources for slot in source.slots))
 
 
-def _looked_up(use: MaterialisedUse, source: Source) -> Use | None:
+def _looked_up(use: MaterializedGrads, source: Source) -> PerSampleGrads | None:
     """Rows of a large table, as an embedding has them: the table's gradient is not formed for every example."""
     lookup = source.lookup
     assert lookup is not None
@@ -166,13 +166,13 @@ def _looked_up(use: MaterialisedUse, source: Source) -> Use | None:
             source.tensor, lookup.rows, grads.to(source.tensor.dtype), retain_graph=True, is_grads_batched=True
         )
     tokens = lookup.index.reshape(1, -1).expand(len(grads), -1)
-    return EmbeddingUse(tokens, grads.reshape(*tokens.shape, -1), lookup.shape)
+    return EmbeddingGrads(tokens, grads.reshape(*tokens.shape, -1), lookup.shape)
 
 
-class DerivedUse(Use):
+class DerivedGrads(PerSampleGrads):
     """A use of derived parameters, as one of the parameters they come from."""
 
-    def __init__(self, use: Use, sources: Sequence[Source]) -> None:
+    def __init__(self, use: PerSampleGrads, sources: Sequence[Source]) -> None:
         self.use, self.sources = use, list(sources)
         self.slots = slots_of(sources)
         self.examples, self.device = use.examples, use.device
@@ -186,9 +186,9 @@ class DerivedUse(Use):
         slots = [slot for source in self.sources for slot in source.slots]
         return all(s.keeps_norms and len(s.slots) == 1 for s in self.sources) and len(slots) == len(set(slots))
 
-    def is_apart_from(self, other: Use) -> bool:
+    def is_apart_from(self, other: PerSampleGrads) -> bool:
         """Whether two uses reach no element of a parameter both."""
-        if not isinstance(other, DerivedUse):
+        if not isinstance(other, DerivedGrads):
             return False
         return all(
             mine.region is not None and theirs.region is not None and are_disjoint(mine.region, theirs.region)
@@ -198,7 +198,7 @@ class DerivedUse(Use):
         )
 
     def per_example(self, rows: slice) -> list[Tensor]:
-        found = self._pulled([wide(g) for g in self.use.per_example(rows)], batched=True)
+        found = self._pulled([at_least_float32(g) for g in self.use.per_example(rows)], batched=True)
         return found if self._dropped is None else [_kept(g, self._dropped[rows]) for g in found]
 
     def _pulled(self, grads: Sequence[Tensor], *, batched: bool) -> list[Tensor]:
@@ -212,7 +212,8 @@ class DerivedUse(Use):
                 shapes[slot] = alias.shape
         count = (len(grads[0]),) if batched else ()
         return [
-            wide(totals[slot]) if slot in totals else grads[0].new_zeros((*count, *shapes[slot])) for slot in self.slots
+            at_least_float32(totals[slot]) if slot in totals else grads[0].new_zeros((*count, *shapes[slot]))
+            for slot in self.slots
         ]
 
     def _drop(self, keep: Tensor) -> None:

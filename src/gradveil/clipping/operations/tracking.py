@@ -32,7 +32,7 @@ from gradveil.clipping.operations import copies, last_resort
 from gradveil.clipping.operations.decompositions import DECOMPOSED, RECURRENT
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Record, Site, copy_of
-from gradveil.clipping.operations.recurrent import RecurrentTap
+from gradveil.clipping.operations.recurrent import RecurrentFunction
 from gradveil.clipping.operations.routing import Owners, Routes, chooses_rows, finds_rows, is_number, is_packing
 from gradveil.clipping.operations.sources import Lookup, Region, Source, leaf_like, mark_of_a_pass
 from gradveil.clipping.operations.table import (
@@ -53,9 +53,9 @@ from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from gradveil.clipping.backends.native_layers import NativeLayer
-    from gradveil.clipping.backward_pass import Pass
+    from gradveil.clipping.backward_pass import BackwardPass
     from gradveil.clipping.clipper import Clipper
-    from gradveil.clipping.tracked_modules import Unit
+    from gradveil.clipping.tracked_modules import TrackedModule
 
 _LISTS = (list, tuple)
 _PLAIN_BATCH = Layout(0, 1)
@@ -333,7 +333,7 @@ class Tracing(Operations):
 class Tracking(Operations):
     """One pass of the model: every use of a parameter goes through an autograd function that clips it."""
 
-    def __init__(self, clipper: Clipper, current: Pass, *, again: bool = False) -> None:
+    def __init__(self, clipper: Clipper, current: BackwardPass, *, again: bool = False) -> None:
         super().__init__(clipper.plan, clipper.sources)
         self.clipper, self.current, self.again = clipper, current, again
         self.aliases: dict[int, Tensor] = {}  # by slot: what stands for a parameter in what is derived from it
@@ -473,7 +473,7 @@ class Tracking(Operations):
         func: Any,
         op: LayerOperation,
         statics: Any,
-        unit: Unit,
+        unit: TrackedModule,
         sources: Sequence[Source],
         x: Tensor,
         weight: Tensor,
@@ -520,7 +520,7 @@ class Tracking(Operations):
         )
 
     def _tapped(
-        self, unit: Unit, sources: Sequence[Source], x: Tensor, weight: Tensor, bias: Tensor | None, fold: int
+        self, unit: TrackedModule, sources: Sequence[Source], x: Tensor, weight: Tensor, bias: Tensor | None, fold: int
     ) -> Tensor:
         given = {id(source.tensor): source.given() for source in sources}
         rule = unit.rule
@@ -555,7 +555,7 @@ class Tracking(Operations):
         unit = self.clipper.unit_for(op, (), sources, weight, bias)
         call = Call(unit, self.current, again=self.again, sources=sources)
         fed: list[Tensor] = []
-        found: Tensor = RecurrentTap.apply(self.clipper, call, fed, time, backwards, like, weight, bias)
+        found: Tensor = RecurrentFunction.apply(self.clipper, call, fed, time, backwards, like, weight, bias)
         return found, fed
 
     # ---- derived parameters

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil.clipping.per_sample_grads import Use, as_multiplied
-from gradveil.clipping.rules.conv_use import ConvUse
+from gradveil.clipping.per_sample_grads import PerSampleGrads, as_multiplied
+from gradveil.clipping.rules.conv_use import ConvGrads
 from gradveil.clipping.rules.layer import LayerRule
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -31,7 +31,7 @@ class ConvRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         m, to_x = self.settings, None
         if needs[0]:
             to_x = torch.ops.aten.convolution_backward(
@@ -47,7 +47,7 @@ class ConvRule(LayerRule):
                 m.groups,
                 (True, False, False),
             )[0].to(x.dtype)
-        use = ConvUse(
+        use = ConvGrads(
             as_multiplied(x, g),
             g,
             g,
@@ -77,7 +77,7 @@ class ConvTransposeRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         m = self.settings
         to_x = None
         # Output padding of a stride or more leaves pixels at the end that no input pixel reaches.
@@ -85,7 +85,7 @@ class ConvTransposeRule(LayerRule):
         if needs[0]:
             to_x = _CONV[self.dims](g, weight.to(g.dtype), None, m.stride, m.padding, m.dilation, m.groups).to(x.dtype)
             to_x = to_x[tuple(slice(size) for size in x.shape)]
-        use = ConvUse(
+        use = ConvGrads(
             g,
             as_multiplied(x, g),
             g,

@@ -17,7 +17,15 @@ from torch.nn import functional as F
 
 from gradveil.clipping import performance
 from gradveil.clipping.backends import native
-from gradveil.clipping.per_sample_grads import Use, Weigh, gram_sq_norms, keep_rows, row_sq_norms, wide_pair, workspace
+from gradveil.clipping.per_sample_grads import (
+    PerSampleGrads,
+    Weigh,
+    gram_sq_norms,
+    keep_rows,
+    row_sq_norms,
+    wide_pair,
+    workspace,
+)
 from gradveil.clipping.rules.conv_plan import VECTOR, patches_of_a_row, plan_for
 
 
@@ -26,7 +34,7 @@ def _is_plain(t: Tensor) -> bool:
     return t.is_cpu and t.dtype is torch.float32
 
 
-class ConvUse(Use):
+class ConvGrads(PerSampleGrads):
     """Pairs of a field (from which patches are cut) and a map (one value per patch).
 
     A convolution cuts patches from its input and its map is the output gradient; a transposed one cuts

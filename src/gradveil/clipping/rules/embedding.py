@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil.clipping.per_sample_grads import Use, Weigh, keep_rows, wide
+from gradveil.clipping.per_sample_grads import PerSampleGrads, Weigh, at_least_float32, keep_rows
 from gradveil.clipping.rules.layer import LayerRule
 from gradveil.errors import UnsupportedModelError
 
 
-class EmbeddingUse(Use):
+class EmbeddingGrads(PerSampleGrads):
     """Gradient rows g_BTD at tokens x_BT; an example's repeated tokens add up before the norm is taken."""
 
     def __init__(self, x_BT: Tensor, g_BTD: Tensor, shape: tuple[int, int]) -> None:
         self.examples, self.device = x_BT.shape[0], x_BT.device
-        self.x, self.g, self.shape = x_BT, wide(g_BTD), shape
+        self.x, self.g, self.shape = x_BT, at_least_float32(g_BTD), shape
         self.elements_per_example = shape[0] * shape[1]
 
     def _drop(self, keep: Tensor) -> None:
@@ -83,9 +83,9 @@ class EmbeddingRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         tokens = x.reshape(x.shape[0], math.prod(x.shape[1:]))  # -1 would not do for no tokens at all
         rows = g.reshape(*tokens.shape, g.shape[-1])
         if self.settings.padding_idx is not None:
             rows = torch.where((tokens == self.settings.padding_idx).unsqueeze(2), rows.new_zeros(()), rows)
-        return None, EmbeddingUse(tokens, rows, (weight.shape[0], weight.shape[1]))
+        return None, EmbeddingGrads(tokens, rows, (weight.shape[0], weight.shape[1]))

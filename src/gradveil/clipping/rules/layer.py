@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradveil.clipping.per_sample_grads import Use
+from gradveil.clipping.per_sample_grads import PerSampleGrads
 
 
 class LayerRule:
@@ -28,6 +28,6 @@ class LayerRule:
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         """Gradient of the input (where ``needs[0]``), and the use (of weight and bias where ``needs[1:]``)."""
         raise NotImplementedError

@@ -17,7 +17,7 @@ from gradveil.clipping import performance
 from gradveil.clipping.backends import cuda, native
 from gradveil.clipping.per_sample_grads import (
     HALVES,
-    Use,
+    PerSampleGrads,
     Weigh,
     as_multiplied,
     gram_sq_norms,
@@ -62,7 +62,7 @@ MULTIPLIES_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # with a product 
 _ONE = np.float32(1.0)
 
 
-class LinearUse(Use):
+class LinearGrads(PerSampleGrads):
     """Gradients of y = x W^T + b; parameters: weight (O, D) and bias (O), those that train.
 
     See :func:`choose_formula` for the ways to the norm of one example's weight gradient sum_t g_t x_t^T.
@@ -91,12 +91,12 @@ class LinearUse(Use):
             self.formula = "direct"
 
     @classmethod
-    def joined(cls, uses: Sequence[Use]) -> LinearUse | None:
+    def joined(cls, uses: Sequence[PerSampleGrads]) -> LinearGrads | None:
         """Several uses of one weight as one with all their positions; None where they are not of a kind."""
-        kinds = {(type(u), u.weight, u.bias, u.x.shape[-1]) if isinstance(u, LinearUse) else u for u in uses}
-        if len(kinds) != 1 or not isinstance(uses[0], LinearUse):
+        kinds = {(type(u), u.weight, u.bias, u.x.shape[-1]) if isinstance(u, LinearGrads) else u for u in uses}
+        if len(kinds) != 1 or not isinstance(uses[0], LinearGrads):
             return None
-        same = [u for u in uses if isinstance(u, LinearUse)]
+        same = [u for u in uses if isinstance(u, LinearGrads)]
         x, g = torch.cat([u.x_BTD for u in same], 1), torch.cat([u.g_BTO for u in same], 1)
         return type(uses[0])(x, g, weight=uses[0].weight, bias=uses[0].bias)
 
@@ -219,14 +219,14 @@ class LinearRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         to_x = None
         if needs[0]:
             to_x = g @ weight if g.dtype == weight.dtype == x.dtype else (g @ weight.to(g.dtype)).to(x.dtype)
-        return to_x, LinearUse(x, g, weight=needs[1], bias=needs[2])
+        return to_x, LinearGrads(x, g, weight=needs[1], bias=needs[2])
 
 
-class TransposedLinearUse(LinearUse):
+class TransposedLinearGrads(LinearGrads):
     """Weight stored as (D, O)."""
 
     def per_example(self, rows: slice) -> list[Tensor]:
@@ -253,6 +253,6 @@ class Conv1DRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         to_x = (g @ weight.mT.to(g.dtype)).to(x.dtype) if needs[0] else None
-        return to_x, TransposedLinearUse(x, g, weight=needs[1], bias=needs[2])
+        return to_x, TransposedLinearGrads(x, g, weight=needs[1], bias=needs[2])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping.backends import cuda, native
-from gradveil.clipping.per_sample_grads import MaterialisedUse, Use, wide, wide_pair
+from gradveil.clipping.per_sample_grads import MaterializedGrads, PerSampleGrads, at_least_float32, wide_pair
 from gradveil.clipping.rules.layer import LayerRule
 
 
@@ -20,8 +20,8 @@ def _over_positions(t: Tensor, last: int) -> Tensor:
     return t.sum(middle) if middle else t
 
 
-def _use(scaled: Tensor, shift: Tensor, needs: tuple[bool, bool, bool]) -> Use:
-    return MaterialisedUse(([scaled] if needs[1] else []) + ([shift] if needs[2] else []))
+def _use(scaled: Tensor, shift: Tensor, needs: tuple[bool, bool, bool]) -> PerSampleGrads:
+    return MaterializedGrads(([scaled] if needs[1] else []) + ([shift] if needs[2] else []))
 
 
 def _as_autocast_has_it(x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class LayerNormRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         mean, rstd = kept
         kernels = native.for_tensors(x, g, weight, mean, rstd)
         if kernels is not None:
@@ -71,7 +71,7 @@ class RMSNormRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         last = len(self.settings.normalized_shape)
         over = tuple(range(x.dim() - last, x.dim()))
         wide_x, wide_g = wide_pair(x, g)
@@ -82,7 +82,7 @@ class RMSNormRule(LayerRule):
         if needs[0]:
             weighted = wide_g * weight
             to_x = (rstd * (weighted - normed * (weighted * normed).mean(over, keepdim=True))).to(x.dtype)
-        return to_x, MaterialisedUse([_over_positions(wide_g * normed, last)])
+        return to_x, MaterializedGrads([_over_positions(wide_g * normed, last)])
 
 
 class GroupNormRule(LayerRule):
@@ -103,7 +103,7 @@ class GroupNormRule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         mean, rstd = kept
         n, c = x.shape[:2]
         groups, pixels = self.groups(c), x[0, 0].numel()
@@ -126,8 +126,8 @@ class GroupNormRule(LayerRule):
         shift = flat_g.sum(2)
         moment = torch.linalg.vecdot(flat_g, flat_x)
         per_channel = c // groups
-        mean_nc = wide(mean).repeat_interleave(per_channel, 1)
-        rstd_nc = wide(rstd).repeat_interleave(per_channel, 1)
+        mean_nc = at_least_float32(mean).repeat_interleave(per_channel, 1)
+        rstd_nc = at_least_float32(rstd).repeat_interleave(per_channel, 1)
         return to_x, _use((moment - mean_nc * shift) * rstd_nc, shift, needs)
 
 
@@ -150,7 +150,7 @@ class InstanceNormRule(GroupNormRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         to_x, use = super().backward(x.to(weight.dtype), weight, kept, g.to(weight.dtype), needs)
         return None if to_x is None else to_x.to(x.dtype), use
 
@@ -163,12 +163,12 @@ class PReLURule(LayerRule):
 
     def backward(
         self, x: Tensor, weight: Tensor, kept: tuple[Tensor, ...], g: Tensor, needs: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Use]:
+    ) -> tuple[Tensor | None, PerSampleGrads]:
         below = ~(x > 0)  # at 0, and for what is no number, as torch has it
         slope = weight if weight.numel() == 1 else weight.view(-1, *[1] * (x.dim() - 2))
         to_x = torch.where(below, g * slope, g) if needs[0] else None
         wide_x, wide_g = wide_pair(x, g)
         part = torch.where(below, wide_g * wide_x, wide_g.new_zeros(()))
         if weight.numel() == 1:
-            return to_x, MaterialisedUse([part.flatten(1).sum(1, keepdim=True)])
-        return to_x, MaterialisedUse([part.reshape(*part.shape[:2], -1).sum(2)])
+            return to_x, MaterializedGrads([part.flatten(1).sum(1, keepdim=True)])
+        return to_x, MaterializedGrads([part.reshape(*part.shape[:2], -1).sum(2)])

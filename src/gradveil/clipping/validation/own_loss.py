@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.clipping.clipped_functions import RefusedTap
+from gradveil.clipping.clipped_functions import RefusedFunction
 from gradveil.clipping.outputs import tensors_in
 from gradveil.clipping.validation.refusals import refusal
 from gradveil.clipping.validation.rehearsal import Comparison
@@ -27,7 +27,7 @@ from gradveil.clipping.validation.rehearsal import Comparison
 NOT_SEEN = "it was not checked: the first batch had one example, or several processes train together"
 
 
-class OwnLossTap(torch.autograd.Function):
+class OwnLossFunction(torch.autograd.Function):
     """A loss from inside the model that was seen to be a mean over the examples."""
 
     @staticmethod
@@ -86,7 +86,7 @@ class OwnLosses:
     def tap(self, place: int, loss: Tensor) -> Tensor:
         """A scalar output as the user gets it."""
         finding = self._findings.get(place, NOT_SEEN)
-        found: Tensor = RefusedTap.apply(loss, "scalar", finding) if finding else OwnLossTap.apply(loss, self)
+        found: Tensor = RefusedFunction.apply(loss, "scalar", finding) if finding else OwnLossFunction.apply(loss, self)
         return found
 
     def differentiate(self, factor: float) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradveil.clipping import Harvest
+from gradveil.clipping import ClipStats
 from gradveil.clipping.sharding import is_sharded
 from gradveil.errors import ConfigError, RankLost
 
@@ -105,12 +105,14 @@ class Ranks:
             dist.all_reduce(sent, op=operation, group=self.group)
         return [float(v) for v in sent.tolist()]
 
-    def combined(self, harvest: Harvest, groups: int, like: Tensor) -> Harvest:
+    def combined(self, clip_stats: ClipStats, groups: int, like: Tensor) -> ClipStats:
         """What the ranks' parts of a batch add up to, beside the gradients."""
         if not self.several:
-            return harvest
-        counted = self.total([harvest.examples, *harvest.counts_within()], like)
-        return _Combined(int(counted[0]), counted[1:], self.highest([harvest.largest(g) for g in range(groups)], like))
+            return clip_stats
+        counted = self.total([clip_stats.examples, *clip_stats.counts_within()], like)
+        return _Combined(
+            int(counted[0]), counted[1:], self.highest([clip_stats.largest(g) for g in range(groups)], like)
+        )
 
     def all_agree(self, here: bool) -> bool:
         """Whether it is so on every rank."""
@@ -177,7 +179,7 @@ class Ranks:
             ) from error
 
 
-class _Combined(Harvest):
+class _Combined(ClipStats):
     """A harvest of the whole batch, from numbers that were reduced."""
 
     def __init__(self, examples: int, within: Sequence[float], largest: Sequence[float]) -> None:

@@ -10,7 +10,7 @@ from gradveil.accounting.plan import TOLERANCE
 from gradveil.clipping import Group
 from gradveil.mechanism.clip_bounds import make_rule
 from gradveil.mechanism.records import RunHeader
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.strategies import PrivacyPlan
 
 __all__ = ["TOLERANCE", "sigma_for"]
 
@@ -18,7 +18,7 @@ __all__ = ["TOLERANCE", "sigma_for"]
 def sigma_for(
     epsilon: float,
     header: RunHeader,
-    plan_of: Callable[[float], Parameters],
+    plan_of: Callable[[float], PrivacyPlan],
     *,
     groups: Sequence[Group],
     options: Mapping[str, Any],
@@ -31,7 +31,7 @@ def sigma_for(
     """
     size = header.expected_batch_size
 
-    def side_of(plan: Parameters) -> float:
+    def side_of(plan: PrivacyPlan) -> float:
         # A rule that releases something beside the gradients learns from that, and needs no parameters.
         return make_rule(plan, groups, parameters={}, batch_size=size, options=options).side_inverse_square
 

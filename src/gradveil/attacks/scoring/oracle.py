@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import Reconstruction
-from gradveil.attacks.marks import MARGIN_DB, MARGIN_WRONG, ImageScore
-from gradveil.attacks.metrics import is_binary, matched, psnr, wrong_features
-from gradveil.attacks.observation import Secret
-from gradveil.attacks.score import best_guess, fewest_wrong, in_order, score
+from gradveil.attacks.methods.base import Reconstruction
+from gradveil.attacks.observation.views import GroundTruth
+from gradveil.attacks.scoring.evaluate import best_guess, fewest_wrong, in_order, score
+from gradveil.attacks.scoring.metrics import is_binary, matched, psnr, wrong_features
+from gradveil.attacks.scoring.scores import MARGIN_DB, MARGIN_WRONG, ImageScore
 
 CLEAR_DB = 30.0  # an image that one would call the same
 _MOST_EXAMPLES = (
@@ -23,10 +23,10 @@ _MOST_EXAMPLES = (
 )
 
 
-class Onlooker:
+class Oracle:
     """Called by an attack after each iteration."""
 
-    def __init__(self, secret: Secret, mean_image: Tensor) -> None:
+    def __init__(self, secret: GroundTruth, mean_image: Tensor) -> None:
         self._truth, self._bits = secret.x, is_binary(secret.x)
         self._needed = fewest_wrong(self._truth, mean_image) if self._bits else best_guess(self._truth, mean_image)
         never = torch.full(self._truth.shape[:2], -1, device=self._truth.device)
@@ -59,7 +59,7 @@ def _median(iterations: Tensor) -> float | None:
     return float(reached.double().median()) if len(reached) else None
 
 
-def oracle(found: Reconstruction, secret: Secret, mean_image: Tensor) -> dict[str, float] | None:
+def oracle(found: Reconstruction, secret: GroundTruth, mean_image: Tensor) -> dict[str, float] | None:
     """What choosing among the attempts by the truth would have given: no attacker can. None where there was one."""
     if len(found.attempts) < 2:
         return None

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.observation import Observation, Public, Secret, Sight
-from gradveil.attacks.observe import observe, starting_rule
-from gradveil.clipping import Harvest, make_groups
+from gradveil.attacks.observation.observe import observe, starting_rule
+from gradveil.attacks.observation.views import GroundTruth, Observation, Public, StepObservation
+from gradveil.clipping import ClipStats, make_groups
 from gradveil.clipping.groups import Clipping
 from gradveil.errors import ConfigError
 from gradveil.mechanism.clip_bounds import BoundRule
 from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.strategies import PrivacyPlan
 
 
 def observe_steps(
@@ -31,7 +31,7 @@ def observe_steps(
     *,
     count: int,
     others: tuple[Tensor, Tensor],
-    plan: Parameters | None = None,
+    plan: PrivacyPlan | None = None,
     view: str = "per-example",
     step: int = 0,
     training_batch: int | None = None,
@@ -41,7 +41,7 @@ def observe_steps(
     lr: float = 0.1,
     rule: BoundRule | None = None,
     public: Public | None = None,
-) -> tuple[Observation, Secret]:
+) -> tuple[Observation, GroundTruth]:
     """What is seen of victims x (V, B, *shape), y (V, B) at ``count`` steps from ``step`` on, and the secret behind it.
 
     others   inputs (n, *shape) and labels (n) of the examples that the model is trained on meanwhile
@@ -68,37 +68,37 @@ def observe_steps(
         "classes": classes,
         "rule": rule,
     }
-    sights: list[Sight] = []
+    sights: list[StepObservation] = []
     for t in range(step, step + count):
         settings |= {"step": t, "weights": weights, "generator": generator}
         seen, secret = observe(module, x, y, view=view, public=public, **settings)
         sights += seen.sights
         if t == step + count - 1:
             break
-        harvest = Harvest(len(groups))
+        clip_stats = ClipStats(len(groups))
         picks = torch.randperm(len(others[0]), generator=generator)[:mean_over]
         batch = (others[0][picks].unsqueeze(0), others[1][picks].unsqueeze(0))
-        released = observe(module, *batch, view="batch", harvest=harvest, **settings)[0].sights[0].gradients
+        released = observe(module, *batch, view="batch", clip_stats=clip_stats, **settings)[0].sights[0].gradients
         gradients = {n: g[0] for n, g in released.items()}
         if private:
             assert plan is not None and rule is not None
-            _learn(rule, harvest, gradients, plan, t, float(mean_over), generator)
+            _learn(rule, clip_stats, gradients, plan, t, float(mean_over), generator)
         weights = _moved(weights, gradients, lr)
     return replace(seen, sights=tuple(sights)), secret
 
 
 def _learn(
     rule: BoundRule,
-    harvest: Harvest,
+    clip_stats: ClipStats,
     gradients: Mapping[str, Tensor],
-    plan: Parameters,
+    plan: PrivacyPlan,
     step: int,
     mean_over: float,
     generator: torch.Generator,
 ) -> None:
     """As the engine lets it: from the noised counts and the noised mean."""
     key = SecretKey(int(torch.randint(2**31, (), generator=generator)))
-    side = rule.side_releases(harvest, NoiseSource(key, step))
+    side = rule.side_releases(clip_stats, NoiseSource(key, step))
     rule.learn(side, gradients, plan.sigma(step), mean_over)
 
 

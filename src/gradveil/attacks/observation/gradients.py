@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from gradveil.attacks.observation import Defence, Observation, Sight
-from gradveil.clipping import Harvest
+from gradveil.attacks.observation.views import Observation, ReleaseParams, StepObservation
+from gradveil.clipping import ClipStats
 
 Gradients = dict[str, Tensor]
 
@@ -49,7 +49,7 @@ class VictimGradients:
         alone = self.of_batch(x.flatten(0, 1).unsqueeze(1), y.flatten(0, 1).unsqueeze(1))
         return {n: g.unflatten(0, (victims, batch)) for n, g in alone.items()}
 
-    def released(self, x: Tensor, y: Tensor, defence: Defence) -> Gradients:
+    def released(self, x: Tensor, y: Tensor, defence: ReleaseParams) -> Gradients:
         """What the defence would release, without its noise: each example clipped as it does, summed, divided."""
         if defence.clip is None:
             return self.of_batch(x, y)
@@ -57,11 +57,11 @@ class VictimGradients:
         return means({n: g.sum(1) for n, g in clipped.items()}, defence)
 
 
-def clip_groups(gradients: Gradients, defence: Defence, harvest: Harvest | None = None) -> Gradients:
+def clip_groups(gradients: Gradients, defence: ReleaseParams, clip_stats: ClipStats | None = None) -> Gradients:
     """Gradients (V, B, *P), each example's scaled down to its group's bound, or normalised, as they are summed.
 
     Where the defence whitens, (g - m) / b is scaled down and then b put back on, but not m: see :func:`means`. A
-    ``harvest`` notes the norms, as the defence's own clipping does.
+    ``clip_stats`` notes the norms, as the defence's own clipping does.
     """
     assert defence.clip is not None
     found: Gradients = {}
@@ -76,17 +76,17 @@ def clip_groups(gradients: Gradients, defence: Defence, harvest: Harvest | None 
             weight = torch.clamp(bound / norm, max=1.0)
         else:
             weight = bound / (torch.where(square > 0, norm, torch.zeros_like(norm)) + defence.gamma)
-        if harvest is not None:
-            harvest.note(index, square.sqrt().flatten(), weight.flatten(), bound)
+        if clip_stats is not None:
+            clip_stats.note(index, square.sqrt().flatten(), weight.flatten(), bound)
         for name, grad in own.items():
             scaled = grad * weight.view(*weight.shape, *[1] * (grad.dim() - 2))
             found[name] = scaled if defence.whitening is None else scaled * defence.whitening[name][1]
-    if harvest is not None:
-        harvest.examples += square.numel()
+    if clip_stats is not None:
+        clip_stats.examples += square.numel()
     return found
 
 
-def means(sums: Gradients, defence: Defence) -> Gradients:
+def means(sums: Gradients, defence: ReleaseParams) -> Gradients:
     """Sums of clipped gradients as they are released but for the noise: divided, and the centre put back on."""
     found = {n: g / defence.normaliser for n, g in sums.items()}
     if defence.whitening is None:
@@ -94,6 +94,6 @@ def means(sums: Gradients, defence: Defence) -> Gradients:
     return {n: g + defence.whitening[n][0] for n, g in found.items()}
 
 
-def model_at(observation: Observation, sight: Sight) -> VictimGradients:
+def model_at(observation: Observation, sight: StepObservation) -> VictimGradients:
     """The observed model at the state of one sight."""
     return VictimGradients(observation.module, sight.weights)

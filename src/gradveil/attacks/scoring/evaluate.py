@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import Reconstruction
-from gradveil.attacks.labels import counts_recovered
-from gradveil.attacks.marks import MARGIN_DB, MARGIN_WRONG, ImageScore, Score, TableScore
-from gradveil.attacks.metrics import is_binary, matched, mse, psnr, rank_in, ssim, wrong_features
-from gradveil.attacks.observation import Secret
+from gradveil.attacks.methods.base import Reconstruction
+from gradveil.attacks.methods.labels import counts_recovered
+from gradveil.attacks.observation.views import GroundTruth
+from gradveil.attacks.scoring.metrics import is_binary, matched, mse, psnr, rank_in, ssim, wrong_features
+from gradveil.attacks.scoring.scores import MARGIN_DB, MARGIN_WRONG, ImageScore, Score, TableScore
 
 __all__ = ["Score", "best_guess", "controls", "fewest_wrong", "guessing_chance", "in_order", "score", "table_rows"]
 
 
 def score(
     reconstruction: Reconstruction,
-    secret: Secret,
+    secret: GroundTruth,
     *,
     mean_image: Tensor,
     candidates: Tensor | None = None,
@@ -103,7 +103,7 @@ def guessing_chance(guesses: Tensor, truths: Tensor, mean_image: Tensor) -> floa
 
 
 def controls(
-    secret: Secret, *, mean_image: Tensor, others: Tensor, seed: Tensor, generator: torch.Generator
+    secret: GroundTruth, *, mean_image: Tensor, others: Tensor, seed: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """What anyone has without looking at a gradient, as reconstructions (V, B, ...)."""
     picks = torch.randint(len(others), secret.x.shape[:2], generator=generator)

@@ -16,12 +16,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, Watch, squared_differences
-from gradveil.attacks.gradients import model_at
-from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.matching import ClipAwareMatching
-from gradveil.attacks.observation import Observation, Sight
-from gradveil.attacks.replay import Replay
+from gradveil.attacks.methods.base import FRAMES, Attack, Reconstruction, Watch, squared_differences
+from gradveil.attacks.methods.labels import infer_labels
+from gradveil.attacks.methods.matching import ClipAwareMatching
+from gradveil.attacks.observation.gradients import model_at
+from gradveil.attacks.observation.replay import Replay
+from gradveil.attacks.observation.views import Observation, StepObservation
 from gradveil.attacks.seeds import start_of
 
 _LEAST_SPREAD = 0.05  # a pixel that never changed may yet
@@ -213,7 +213,7 @@ class MAP(_Descent):
         return loss
 
 
-def precisions(sight: Sight) -> dict[str, float | Tensor]:
+def precisions(sight: StepObservation) -> dict[str, float | Tensor]:
     """1 / std^2 of the noise on each parameter's gradient, for every coordinate where they differ (adaclip).
 
     Without noise, or with next to none, that of a thousandth of the gradient's own size.

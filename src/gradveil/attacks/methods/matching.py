@@ -20,11 +20,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import FRAMES, Attack, Reconstruction, Watch, squared_differences
-from gradveil.attacks.gradients import Gradients, VictimGradients, model_at
-from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.lbfgs import BatchedLBFGS
-from gradveil.attacks.observation import Observation, Sight
+from gradveil.attacks.methods.base import FRAMES, Attack, Reconstruction, Watch, squared_differences
+from gradveil.attacks.methods.labels import infer_labels
+from gradveil.attacks.methods.lbfgs import BatchedLBFGS
+from gradveil.attacks.observation.gradients import Gradients, VictimGradients, model_at
+from gradveil.attacks.observation.views import Observation, StepObservation
 from gradveil.attacks.seeds import start_of
 
 _STALLED = 10  # iterations without a change, after which a victim is left as it is
@@ -49,15 +49,15 @@ class _Matching(Attack):
         numbers, unpack = self._unknowns(observation, x, generator)
         return self._descend(observation, numbers, unpack, x.shape, iterations, watch)
 
-    def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
+    def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: StepObservation) -> Gradients:
         """What the attacker expects to see of these inputs."""
         return model.of_batch(x, y)
 
-    def _sights(self, observation: Observation) -> tuple[Sight, ...]:
+    def _sights(self, observation: Observation) -> tuple[StepObservation, ...]:
         """The steps that are matched: of several, the first, for these attacks were published for one gradient."""
         return observation.sights[:1]
 
-    def _scale(self, sight: Sight) -> Tensor:
+    def _scale(self, sight: StepObservation) -> Tensor:
         """What each victim's loss is multiplied by at one step, (V,): 1 where the gradient is not small."""
         return (_ORDINARY / _squared_norms(sight)).clamp(min=1.0)
 
@@ -127,7 +127,7 @@ class _Matching(Attack):
         return Reconstruction(x=x.view(shape), labels=classes, loss=last, losses=losses, frames=frames, failed=failed)
 
 
-def _squared_norms(sight: Sight) -> Tensor:
+def _squared_norms(sight: StepObservation) -> Tensor:
     squares = torch.stack([g.square().flatten(1).sum(1) for g in sight.gradients.values()]).sum(0)
     return squares.clamp(min=1e-20)
 
@@ -181,12 +181,12 @@ class ClipAwareMatching(_Matching):
     name = "clip-aware matching"
     start = "half"
 
-    def _sights(self, observation: Observation) -> tuple[Sight, ...]:
+    def _sights(self, observation: Observation) -> tuple[StepObservation, ...]:
         return observation.sights
 
-    def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: Sight) -> Gradients:
+    def _gradients(self, model: VictimGradients, x: Tensor, y: Tensor, sight: StepObservation) -> Gradients:
         return model.released(x, y, sight.defence)
 
-    def _scale(self, sight: Sight) -> Tensor:
+    def _scale(self, sight: StepObservation) -> Tensor:
         """A clipped gradient is as small as its bound; the thresholds of L-BFGS are for losses of ordinary size."""
         return 100.0 / _squared_norms(sight)

@@ -17,14 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.gradients import Gradients, VictimGradients, clip_groups, means
-from gradveil.attacks.observation import VIEWS, Defence, Observation, Public, Secret, Sight
-from gradveil.clipping import Harvest
+from gradveil.attacks.observation.gradients import Gradients, VictimGradients, clip_groups, means
+from gradveil.attacks.observation.views import VIEWS, GroundTruth, Observation, Public, ReleaseParams, StepObservation
+from gradveil.clipping import ClipStats
 from gradveil.clipping.groups import Clipping, Group, make_groups
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism.clip_bounds import BoundRule, make_rule
 from gradveil.mechanism.release import StepFacts, noise_scale
-from gradveil.mechanism.strategies import Parameters
+from gradveil.mechanism.strategies import PrivacyPlan
 
 _AT_ONCE = 256  # examples whose gradients are held at the same time
 
@@ -34,7 +34,7 @@ def observe(
     x: Tensor,
     y: Tensor,
     *,
-    plan: Parameters | None = None,
+    plan: PrivacyPlan | None = None,
     view: str = "per-example",
     step: int = 0,
     training_batch: int | None = None,
@@ -45,8 +45,8 @@ def observe(
     weights: Mapping[str, Tensor] | None = None,
     rule: BoundRule | None = None,
     public: Public | None = None,
-    harvest: Harvest | None = None,
-) -> tuple[Observation, Secret]:
+    clip_stats: ClipStats | None = None,
+) -> tuple[Observation, GroundTruth]:
     """What is seen of victims x (V, B, *shape), y (V, B) at one step, and the secret behind it.
 
     plan             the strategy with its numbers; None: plain gradients
@@ -69,24 +69,24 @@ def observe(
     with torch.no_grad():
         if plan is None or not plan.strategy.is_private:
             gradients = model.of_batch(x, y)
-            defence = Defence(groups=groups, normaliser=float(x.shape[1]))
+            defence = ReleaseParams(groups=groups, normaliser=float(x.shape[1]))
         else:
             mean_over = float(training_batch or x.shape[1])
             rule = rule or starting_rule(plan, module, groups, mean_over, device=x.device)
-            norms = harvest or Harvest(len(groups))
+            norms = clip_stats or ClipStats(len(groups))
             gradients, defence = _private(
                 model, x, y, plan, rule, view, step, mean_over, groups, generator, companions, norms
             )
-    sight = Sight(step=step, gradients=gradients, weights=state, defence=defence)
+    sight = StepObservation(step=step, gradients=gradients, weights=state, defence=defence)
     shape = tuple(x.shape[2:])
     seen = Observation(
         module=module, sights=(sight,), input_shape=shape, classes=classes, batch=x.shape[1], public=public
     )
-    return seen, Secret(x, y)
+    return seen, GroundTruth(x, y)
 
 
 def starting_rule(
-    plan: Parameters,
+    plan: PrivacyPlan,
     module: nn.Module,
     groups: tuple[Group, ...],
     mean_over: float,
@@ -106,7 +106,7 @@ def _private(
     model: VictimGradients,
     x: Tensor,
     y: Tensor,
-    plan: Parameters,
+    plan: PrivacyPlan,
     rule: BoundRule,
     view: str,
     step: int,
@@ -114,11 +114,11 @@ def _private(
     groups: tuple[Group, ...],
     generator: torch.Generator,
     companions: tuple[Tensor, Tensor] | None,
-    harvest: Harvest,
-) -> tuple[Gradients, Defence]:
+    clip_stats: ClipStats,
+) -> tuple[Gradients, ReleaseParams]:
     # The rule goes on learning; what was seen at this step stays as it was.
     whitening = rule.whitening and {n: (m.clone(), b.clone()) for n, (m, b) in rule.whitening.items()}
-    known = Defence(
+    known = ReleaseParams(
         groups=groups,
         clip=rule.bounds(step),
         # A single example is seen at its own size; a batch as the mean that is released.
@@ -129,15 +129,15 @@ def _private(
         gamma=rule.gamma,
         side_inverse_square=rule.side_inverse_square,
     )
-    sums = _clipped_sums(model, x, y, known, harvest)
+    sums = _clipped_sums(model, x, y, known, clip_stats)
     gradients = means(sums, known)
     if view == "per-example":
         return gradients, known
     total = {n: g.sum(0) for n, g in sums.items()}  # all victims share a training batch, with their companions
     if companions is not None:
-        beside = _clipped_sums(model, companions[0].unsqueeze(0), companions[1].unsqueeze(0), known, harvest)
+        beside = _clipped_sums(model, companions[0].unsqueeze(0), companions[1].unsqueeze(0), known, clip_stats)
         total = {n: g + beside[n][0] for n, g in total.items()}
-    scale = noise_scale(plan, step, StepFacts(rule.bounds(step), harvest, groups, total, mean_over))
+    scale = noise_scale(plan, step, StepFacts(rule.bounds(step), clip_stats, groups, total, mean_over))
     defence = replace(known, noise_std=tuple(std / mean_over for std in scale.stds))
     stds = defence.noise_of_parameter()
     assert stds is not None
@@ -145,12 +145,14 @@ def _private(
     return noised, defence
 
 
-def _clipped_sums(model: VictimGradients, x: Tensor, y: Tensor, defence: Defence, harvest: Harvest) -> Gradients:
+def _clipped_sums(
+    model: VictimGradients, x: Tensor, y: Tensor, defence: ReleaseParams, clip_stats: ClipStats
+) -> Gradients:
     """The sum (V, *P) over every victim's examples, each clipped; a few at a time, for a batch may be large."""
     sums: Gradients = {}
     width = max(1, _AT_ONCE // len(x))
     for start in range(0, x.shape[1], width):
         part = slice(start, start + width)
-        clipped = clip_groups(model.per_example(x[:, part], y[:, part]), defence, harvest)
+        clipped = clip_groups(model.per_example(x[:, part], y[:, part]), defence, clip_stats)
         sums = {n: g.sum(1) + sums.get(n, 0.0) for n, g in clipped.items()}
     return sums

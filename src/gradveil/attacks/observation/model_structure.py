@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from gradveil.clipping import Clipper, check_module, fix, make_groups
 from gradveil.clipping.operations.table import LAYERS
-from gradveil.clipping.tracked_modules import Unit
+from gradveil.clipping.tracked_modules import TrackedModule
 from gradveil.errors import UnsupportedModelError
 
 _EXAMPLES = 3
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModelStructure:
     parts: tuple[Part, ...]
     parameters: int
     frozen: int
@@ -75,10 +75,10 @@ class _Trial:
 
     refused: str | None = None
     warnings: list[str] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
+    units: list[TrackedModule] = field(default_factory=list)
 
 
-def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, seed: int = 0) -> Anatomy:
+def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, seed: int = 0) -> ModelStructure:
     """Look at a model; it is copied, and left as it is."""
     module = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, se
                 leaks=tuple(sorted({what for n, what in leaks if n == name})),
             )
         )
-    return Anatomy(
+    return ModelStructure(
         parts=tuple(parts),
         parameters=sum(p.numel() for p in every.values()),
         frozen=sum(p.numel() for p in every.values() if not p.requires_grad),
@@ -119,7 +119,7 @@ def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, se
     )
 
 
-def _clipped_by(name: str, units: list[Unit], formulas: Mapping[str, str]) -> str:
+def _clipped_by(name: str, units: list[TrackedModule], formulas: Mapping[str, str]) -> str:
     if any(unit.tie is not None for unit in units):
         return "with the layers that share its weight"
     ways = {unit.way for unit in units if unit.rule is None}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.attack import Attack, Reconstruction, Watch
-from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.observation import Observation, Sight
+from gradveil.attacks.methods.base import Attack, Reconstruction, Watch
+from gradveil.attacks.methods.labels import infer_labels
+from gradveil.attacks.observation.views import Observation, StepObservation
 from gradveil.errors import UnsupportedModelError
 
 _POWERS = 30  # of the power iteration; without noise one is enough
@@ -55,19 +55,19 @@ class Analytic(Attack):
         )
 
 
-def _rows(sights: tuple[Sight, ...], name: str) -> Tensor:
+def _rows(sights: tuple[StepObservation, ...], name: str) -> Tensor:
     """A parameter's gradients at all steps, one below the other, in double: squares of large ones stay finite."""
     return torch.cat([sight.gradients[name].double() for sight in sights], 1)
 
 
-def _quotient(sights: tuple[Sight, ...], name: str) -> Tensor:
+def _quotient(sights: tuple[StepObservation, ...], name: str) -> Tensor:
     """sum d_k W_k / sum d_k^2 over rows and steps: (V, features)."""
     weights, biases = _rows(sights, f"{name}.weight"), _rows(sights, f"{name}.bias")
     found = torch.einsum("vk,vkf->vf", biases, weights) / biases.square().sum(1, keepdim=True)
     return found.to(sights[0].gradients[f"{name}.weight"].dtype)
 
 
-def _direction(sights: tuple[Sight, ...], name: str) -> Tensor:
+def _direction(sights: tuple[StepObservation, ...], name: str) -> Tensor:
     """What all rows are multiples of (their first singular vector), as long as a row of bits: (V, features).
 
     Of bits x, a multiple a x has the sum of squares a^2 n and the sum a n: a is their quotient.

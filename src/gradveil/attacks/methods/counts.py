@@ -22,8 +22,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from gradveil.attacks.gradients import Gradients, clip_groups, model_at
-from gradveil.attacks.observation import Defence, Observation, Sight
+from gradveil.attacks.observation.gradients import Gradients, clip_groups, model_at
+from gradveil.attacks.observation.views import Observation, ReleaseParams, StepObservation
 
 _RANDOM = 48  # random inputs, each with every label, where the attacker has no examples
 _PUBLIC = 2000  # public examples that are looked at
@@ -48,7 +48,7 @@ class _Layer:
             return found
         return torch.cat([gradients[f"{self.name}.bias"], found], -1)
 
-    def noise(self, defence: Defence, classes: int) -> Tensor:
+    def noise(self, defence: ReleaseParams, classes: int) -> Tensor:
         """The variance of the noise on each statistic, (S,)."""
         stds = defence.noise_of_parameter()
         size = (2 if self.has_bias else 1) * classes
@@ -115,7 +115,7 @@ def _whole(counts: np.ndarray, total: int) -> np.ndarray:
     return np.asarray(found)
 
 
-def _equations(observation: Observation, sight: Sight, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _equations(observation: Observation, sight: StepObservation, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A (S, K) and b (V, S), so that A n is b up to errors of unit variance."""
     layer, samples, classes = _samples(observation, sight, name)
     averages = torch.stack([samples[classes == c].mean(0) for c in range(observation.classes)], 1)
@@ -136,7 +136,7 @@ def _equations(observation: Observation, sight: Sight, name: str) -> tuple[np.nd
     return (whiten @ averages / defence.normaliser).numpy(), (statistics @ whiten.T).numpy()
 
 
-def _samples(observation: Observation, sight: Sight, name: str) -> tuple[_Layer, Tensor, Tensor]:
+def _samples(observation: Observation, sight: StepObservation, name: str) -> tuple[_Layer, Tensor, Tensor]:
     """What single examples give: the layer with its direction, statistics (n, S) and their classes (n)."""
     model = model_at(observation, sight)
     x, y = _inputs(observation)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gradveil.attacks.from_files import check_gradients, check_state, count_classes, state_of
-from gradveil.attacks.observation import Defence, Observation, Public, Sight
+from gradveil.attacks.observation.from_files import check_gradients, check_state, count_classes, state_of
+from gradveil.attacks.observation.views import Observation, Public, ReleaseParams, StepObservation
 from gradveil.engine.record_gradients import Recorded, read
 from gradveil.errors import ConfigError
 
@@ -51,24 +51,24 @@ def load_capture(
     ]
 
 
-def _sight(record: Recorded, module: nn.Module, where: str, device: str | torch.device) -> Sight:
+def _sight(record: Recorded, module: nn.Module, where: str, device: str | torch.device) -> StepObservation:
     gradients = {n: t.to(device) for n, t in record.gradients.items()}
     weights = {n: t.to(device) for n, t in record.weights.items()}
     check_state(module, weights, where)
     check_gradients(module, gradients, where)
-    return Sight(
+    return StepObservation(
         step=record.step, gradients=gradients, weights=state_of(module, weights), defence=defence_of(record, device)
     )
 
 
-def defence_of(record: Recorded, device: str | torch.device = "cpu") -> Defence:
+def defence_of(record: Recorded, device: str | torch.device = "cpu") -> ReleaseParams:
     """What is public of a recorded release, as attacks take it."""
     release = record.release
     if release is None:
-        return Defence(groups=record.groups, normaliser=record.batch_size if record.view == "batch" else 1.0)
+        return ReleaseParams(groups=record.groups, normaliser=record.batch_size if record.view == "batch" else 1.0)
     noised = record.view != "per-example"
     whitening = {n: (centre.to(device), scale.to(device)) for n, (centre, scale) in record.whitening.items()}
-    return Defence(
+    return ReleaseParams(
         groups=record.groups,
         clip=release.clip,
         noise_std=tuple(std / record.batch_size for std in release.noise_std) if noised else None,

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.observation import VIEWS, Defence, Observation, Public, Secret, Sight
+from gradveil.attacks.observation.views import VIEWS, GroundTruth, Observation, Public, ReleaseParams, StepObservation
 from gradveil.clipping.groups import Clipping, make_groups
 from gradveil.errors import ConfigError, DataError, UnknownNameError, UnsupportedModelError
 
@@ -147,7 +147,7 @@ def load_observation(
     mean_over = float(batch_size or examples)
     groups = make_groups(module, clipping)
     private = clip is not None or noised_by is not None
-    defence = Defence(
+    defence = ReleaseParams(
         groups=groups,
         clip=None if clip is None else (clip,) * len(groups),
         noise_std=None if noised_by is None or sigma is None else (sigma * noised_by / mean_over,) * len(groups),
@@ -155,7 +155,7 @@ def load_observation(
         strategy="as given" if private else "non-private",
         sensitivity_rule=("clip" if sensitivity in (None, clip) else None) if private else None,
     )
-    sight = Sight(
+    sight = StepObservation(
         step=0,
         gradients=_by_victim(module, {n: t.to(device) for n, t in gradients.items()}, where),
         weights=state_of(module),
@@ -275,7 +275,7 @@ def load_public(tensors: Mapping[str, Tensor], input_shape: tuple[int, ...], whe
     return Public(x.float(), None if y is None else y.long())
 
 
-def load_truth(tensors: Mapping[str, Tensor], seen: Observation, where: str) -> Secret:
+def load_truth(tensors: Mapping[str, Tensor], seen: Observation, where: str) -> GroundTruth:
     """The examples behind the gradients, for scoring: ``x`` (V, B, *shape) and ``y`` (V, B), or one row of them all."""
     if "x" not in tensors or "y" not in tensors:
         raise DataError(f"{where} holds {sorted(tensors)}; the truth is two tensors, x and y.")
@@ -287,4 +287,4 @@ def load_truth(tensors: Mapping[str, Tensor], seen: Observation, where: str) -> 
             f"{where}: x has shape {tuple(x.shape)} and y {tuple(y.shape)}; for {seen.victims} victim(s) of "
             f"{seen.batch} example(s) they are {(*whole, *seen.input_shape)} and {whole}."
         )
-    return Secret(x.reshape(*whole, *seen.input_shape).to(seen.device), y.reshape(whole).to(seen.device))
+    return GroundTruth(x.reshape(*whole, *seen.input_shape).to(seen.device), y.reshape(whole).to(seen.device))

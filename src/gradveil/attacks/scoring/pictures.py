@@ -11,7 +11,7 @@ from gradveil.training.run_directory import write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradveil.attacks.trial import Outcome
+    from gradveil.attacks.trial import AttackResult
 
 KEPT = 4  # victims
 
@@ -41,7 +41,7 @@ def draw_grid(lines: Sequence[Line], path: Path) -> None:
     plt.close(figure)
 
 
-def keep_pictures(outcomes: Sequence[Outcome], path: Path) -> None:
+def keep_pictures(outcomes: Sequence[AttackResult], path: Path) -> None:
     """The first victims of every trial, over the iterations, for who may see them: mode 0600, training examples."""
     import io
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradveil.attacks.attack import Attack, Reconstruction, Watch
-from gradveil.attacks.gradients import model_at
-from gradveil.attacks.inversion import precisions
-from gradveil.attacks.observation import Observation, Sight
+from gradveil.attacks.methods.base import Attack, Reconstruction, Watch
+from gradveil.attacks.methods.inversion import precisions
+from gradveil.attacks.observation.gradients import model_at
+from gradveil.attacks.observation.views import Observation, StepObservation
 from gradveil.errors import ConfigError
 
 _AT_ONCE = 256
@@ -61,7 +61,7 @@ class Prior(Attack):
         )
 
 
-def _misfit(observation: Observation, sight: Sight, x: Tensor, y: Tensor) -> Tensor:
+def _misfit(observation: Observation, sight: StepObservation, x: Tensor, y: Tensor) -> Tensor:
     """Half the weighted squared distance of every candidate's gradient from every victim's, (V, n)."""
     with torch.no_grad():
         found = model_at(observation, sight).released(x, y, sight.defence)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.counts import label_counts
-from gradveil.attacks.observation import Observation
+from gradveil.attacks.methods.counts import label_counts
+from gradveil.attacks.observation.views import Observation
 from gradveil.errors import UnsupportedModelError
 
 

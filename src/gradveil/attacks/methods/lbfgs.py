@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradveil.attacks.replay import Replay
+from gradveil.attacks.observation.replay import Replay
 
 Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From x (V, D) to losses (V,) and gradients (V, D)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradveil.attacks.observation import Observation
+from gradveil.attacks.observation.views import Observation
 
 Watch = Callable[[int, Tensor], None]
 """Told the iteration and the reconstructions (V, B, *shape) as they are then. Whoever knows the truth may look on; the

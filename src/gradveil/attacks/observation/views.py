@@ -1,7 +1,7 @@
 """What an adversary sees of a training step, and nothing more.
 
 An :class:`Observation` holds the gradient, the weights it was taken at, and what is public about how it was released.
-The examples themselves are in a :class:`Secret`, which attacks are never given: it is for scoring only.
+The examples themselves are in a :class:`GroundTruth`, which attacks are never given: it is for scoring only.
 
 Legend: V victims (independent gradients that are attacked side by side), B examples behind one gradient.
 """
@@ -22,7 +22,7 @@ VIEWS = ("per-example", "per-example-noised", "batch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defence:
+class ReleaseParams:
     """What is public about a released gradient. Lists run over ``groups``; None: not clipped, not noised.
 
     With ``whitening`` (adaclip), a gradient g is clipped as (g - m) / b, the noise on a coordinate is ``noise_std``
@@ -60,13 +60,13 @@ class Defence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class StepObservation:
     """One step: gradients (V, *shape) per parameter, at one state of the model."""
 
     step: int
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
-    defence: Defence
+    defence: ReleaseParams
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Observation:
     """
 
     module: nn.Module  # its architecture; weights are those of each sight
-    sights: tuple[Sight, ...]
+    sights: tuple[StepObservation, ...]
     input_shape: tuple[int, ...]
     classes: int
     batch: int = 1
@@ -107,7 +107,7 @@ class Observation:
         return next(iter(self.sights[0].gradients.values())).device
 
 
-def _check_fit(shapes: Mapping[str, torch.Size], sight: Sight, victims: int) -> None:
+def _check_fit(shapes: Mapping[str, torch.Size], sight: StepObservation, victims: int) -> None:
     for name, shape in shapes.items():
         gradient = sight.gradients.get(name)
         if gradient is None:
@@ -130,7 +130,7 @@ def _check_fit(shapes: Mapping[str, torch.Size], sight: Sight, victims: int) -> 
 
 
 @dataclass(frozen=True)
-class Secret:
+class GroundTruth:
     """The examples behind an observation: inputs (V, B, *shape) and labels (V, B). Never given to an attack."""
 
     x: Tensor

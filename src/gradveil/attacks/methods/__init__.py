@@ -1,0 +1,1 @@
+"""Attacks: from what was seen to a reconstruction."""

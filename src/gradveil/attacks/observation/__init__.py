@@ -1,0 +1,1 @@
+"""What an adversary sees: the gradients of one step or several, simulated, recorded or read from files."""
