@@ -112,7 +112,7 @@ class _MovedModules(MetaPathFinder, Loader):
             module.__spec__ = module.__spec__.loader_state
 
 
-sys.meta_path.append(_MovedModules())
+sys.meta_path.insert(0, _MovedModules())  # first: a moved package must not be loaded again under its old name
 
 
 def __getattr__(name: str) -> Any:
