@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from tables import ABSENT, RESULTS, ROOT, load, table
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
     "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
-    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md",
+    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md", "docs/architecture.md",
 )  # fmt: skip
 # ---- README.md
 
@@ -60,6 +61,18 @@ def recipes() -> str:
         command = f"`gradveil train --recipe {entry['recipe']}`"
         rows.append([command, beside["proved epsilon"], f"{entry['mean']:.4f}", f"{entry['spread']:.4f}", paper])
     return table(["", "proved epsilon", "accuracy", "spread", "the paper's best"], rows)
+
+
+# ---- docs/architecture.md
+
+
+def packages() -> str:
+    """What each package holds and may import: docs/packages.toml, to which tests/test_imports.py holds the code."""
+    rows = tomllib.loads((ROOT / "docs" / "packages.toml").read_text()).items()
+    shown = [
+        [f"`{name}`", row["holds"], ", ".join(f"`{other}`" for other in row["may_import"]) or "-"] for name, row in rows
+    ]
+    return table(["package", "holds", "may import"], shown)
 
 
 # ---- docs/strategies.md
@@ -286,6 +299,7 @@ def figure(name: str, what: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "mnist_full_length": mnist_full_length,
     "recipes": recipes,
+    "packages": packages,
     "steps_beside": steps_beside,
     "from_any_bound": from_any_bound,
     "ranks_cpu": ranks,

@@ -22,7 +22,7 @@ The sums go to whoever set :attr:`Clipper.on_end`; autograd, and ``.grad``, get 
     a hook on a parameter's gradient                      refused: there is no gradient for it to see
 
 How. While the model's forward runs, every operation that takes a parameter goes through an autograd function
-(operations/): its backward gets the operation's input and output gradient, from which a rule (rules/, uses.py)
+(operations/): its backward gets the operation's input and output gradient, from which a rule (rules/)
 computes norms and the clipped sum. The ordinary weight gradient is never computed, and none is returned for a
 parameter. Groups that lie inside one operation are clipped on the spot; groups that span several, and parameters
 that are used twice, are kept and clipped when the backward pass ends.
@@ -48,7 +48,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gradveil.clipping import performance
 from gradveil.clipping.backends import cuda, programs
 from gradveil.clipping.backends.layers import Layers, NativeWatch, layers
-from gradveil.clipping.backends.native_layers import NativeLayer, native_layer
 from gradveil.clipping.backward_pass import BackwardPass, Call, ClipStats, Padding
 from gradveil.clipping.clip_factors import ClipFactors
 from gradveil.clipping.clipped_functions import (
@@ -61,6 +60,7 @@ from gradveil.clipping.clipped_functions import (
     tap_output,
 )
 from gradveil.clipping.groups import Group
+from gradveil.clipping.native_layers import NativeLayer, native_layer
 from gradveil.clipping.operations.checkpoints import Recomputation
 from gradveil.clipping.operations.layout import Layout
 from gradveil.clipping.operations.plan import Base, Plan, Site

@@ -16,7 +16,7 @@ from gradveil.clipping.groups import Group
 from gradveil.clipping.rules.layer import LayerRule
 
 if TYPE_CHECKING:
-    from gradveil.clipping.backends.native_layers import NativeLayer
+    from gradveil.clipping.native_layers import NativeLayer
 
 
 @dataclass(eq=False)

@@ -174,7 +174,7 @@ class PrivacyEngine:
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
-        self._in_graphs = False  # whether a CUDA-graph step was made (captured.py)
+        self._in_graphs = False  # whether a CUDA-graph step was made (cuda_graph.py)
         self._in_update = False  # it takes the optimizer's step
         self._hidden = HiddenGradients()
         self._pins: set[tuple[int, str]] = set()  # ledger lengths and heads that checkpoints of this process hold
@@ -517,7 +517,7 @@ class PrivacyEngine:
         view    "batch", what is released; "per-example", "per-example-noised" with physical_batch_size=1
 
         The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
-        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see recording.py.
+        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see record_gradients.py.
         """
         from gradveil.engine.record_gradients import Recorder
 
@@ -698,7 +698,7 @@ class PrivacyEngine:
         if self._clipper is not None:
             self._clipper.detach()
 
-    # ---- for the CUDA-graph step (captured.py)
+    # ---- for the CUDA-graph step (cuda_graph.py)
 
     def _count_lost_from(self, kept: Callable[[], list[Tensor]]) -> None:
         """Counts of examples that are not finite, kept on a GPU by a CUDA-graph step."""

@@ -52,9 +52,9 @@ from gradveil.clipping.validation.surroundings import no_saved_tensor_hooks
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from gradveil.clipping.backends.native_layers import NativeLayer
     from gradveil.clipping.backward_pass import BackwardPass
     from gradveil.clipping.clipper import Clipper
+    from gradveil.clipping.native_layers import NativeLayer
     from gradveil.clipping.tracked_modules import TrackedModule
 
 _LISTS = (list, tuple)
