@@ -159,3 +159,28 @@ def test_every_source_file_that_is_named_exists():
         if not any(p.endswith("/" + named.replace("../", "").lstrip("/")) for p in known)
     }
     assert not missing
+
+
+def test_the_examples_of_contributing_run():
+    from gradveil.clipping.operations import table
+
+    known = set(table.LAYERS)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 4  # an operation rule, a strategy, an attack, an accountant
+    try:
+        for block in blocks:
+            exec(compile(block, "CONTRIBUTING.md", "exec"), {"__name__": "contributing"})
+    finally:
+        for added in set(table.LAYERS) - known:
+            del table.LAYERS[added]
+
+
+def test_one_version_everywhere():
+    assert f"\nversion: {gradveil.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert gradveil.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_public_workflow_runs_targets_that_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    called = re.findall(r"run: make ([\w-]+)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert {"check", "coverage", "mutants", "docs"} <= set(called) <= targets
