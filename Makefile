@@ -10,7 +10,7 @@ RESULTS := benchmarks/results
 .PHONY: demo test check coverage mutants format docs reproduce bench bench-cuda zoo clean help
 
 help:
-	@echo "make demo    set up, then train four strategies on digits and compare them"
+	@echo "make demo    set up, then train digits five ways, attack each, write a report"
 	@echo "make test    set up, then run the tests"
 	@echo "make check   set up, then lint, format and type checks"
 	@echo "make mutants     set up, then plant known faults and fail if a test misses one"

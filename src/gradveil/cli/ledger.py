@@ -15,7 +15,7 @@ from gradveil.training.run_directory import RunDirectory
 
 @click.group("ledger")
 def command() -> None:
-    """Verify or show the ledger of a run: the record that every privacy claim is computed from."""
+    """Verify or show the ledger of a run, from which every privacy claim is computed."""
 
 
 def _open(run: Path) -> Contents:
@@ -31,7 +31,7 @@ def _open(run: Path) -> Contents:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, as_json: bool) -> None:
-    """Check every line's hash, the chain, and the newest checkpoint's pin. Exit code 4 if anything is off."""
+    """Verify hashes, chain and newest checkpoint. Exit code 4 if anything does not match."""
     contents = _open(run)
     if as_json:
         facts = {
