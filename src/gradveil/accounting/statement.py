@@ -200,7 +200,7 @@ class Statement:
     def meaning(self) -> str:
         success = self.membership_success
         if success is None:
-            return "no limit is proved to what can be learned about one example."
+            return "there is no proved limit on what can be learned about one example."
         question = "whether one example was used" if self.proved.neighbours == "add-remove" else "which of two was used"
         limit = percent_at_most(success)
         if limit is None:

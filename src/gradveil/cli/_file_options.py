@@ -84,19 +84,22 @@ def files_from(ctx: click.Context) -> Files:
     """The command line, checked: what was given must belong together."""
     chosen, params = given(ctx), ctx.params
     if "model" not in chosen:
-        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} is of your own model: give --model package:function.")
+        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} needs --model package:function.")
     if params["input_shape"] is None:
         raise ConfigError("--model needs --input-shape, the shape of one example, such as 1,28,28.")
     if (params["gradients"] is None) == (params["captured"] is None):
         raise ConfigError("--model needs either --gradients or --captured: what the adversary sees.")
     captured = params["captured"] is not None
     refused = [
-        (_ELSEWHERE, "goes with a data set or run, not with --model"),
-        (_RECORDED if captured else {"step", "joint"}, "is said by the record" if captured else "is of --captured"),
+        (_ELSEWHERE, "applies to a data set or run, not to --model"),
+        (
+            _RECORDED if captured else {"step", "joint"},
+            "is part of the recording" if captured else "applies to --captured only",
+        ),
     ]
     for names, why in refused:
         if chosen & names:
-            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: leave it out.")
+            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: remove it.")
     same = ("clip", "sigma", "sensitivity", "view", "batch", "clipping")
     defence = {name: params[name] for name in same if name in chosen}
     if "training_batch" in chosen:

@@ -108,9 +108,9 @@ def command(
     if run_dir is not None:
         target = load_target(run_dir, data_dir=data_dir)
         if dataset is not None and dataset != target.config.dataset:
-            raise ConfigError(f"the run was trained on {target.config.dataset}, not on {dataset}: leave --dataset out.")
+            raise ConfigError(f"the run was trained on {target.config.dataset}, not on {dataset}: remove --dataset.")
         if rest["network"] is not None:
-            raise ConfigError("a RUN has its own network: leave --network out.")
+            raise ConfigError("a RUN has its own network: remove --network.")
         dataset, model_name = target.config.dataset, target.config.model
         theirs = {"step": target.step, "steps": target.plan.steps, "training_batch": target.config.batch_size}
         for name in chosen or [target.config.strategy]:
@@ -179,8 +179,8 @@ def _table(outcomes: list[AttackResult], dataset: str) -> None:
         rows,
         title=f"{first.attack} on {dataset}, {first.victims} victims of {first.batch}, seen: {first.view}",
         note=f"success: {outcomes[0].score.success_means}. success at most: a proved limit for "
-        "every attack that sees what is seen here and knows that the example took part, given how often guessing "
-        "succeeds (estimated from the training set); no bound without noise, or where it follows the data (l2-max).",
+        "every attack with this observation that knows the example took part, given how often guessing succeeds "
+        "(estimated from the training set); no bound without noise, or if the noise depends on the data (l2-max).",
     )
 
 

@@ -116,12 +116,11 @@ def _config(run: Path | None, rest: dict[str, Any]) -> RunConfig:
     if run is not None:
         if told:
             raise ConfigError(
-                f"{run} has its own settings, and {shown(ctx, set(told))} would say them again. Give either a run or "
-                "the settings of a strategy."
+                f"{run} already defines these settings; remove {shown(ctx, set(told))}, or give settings without a run."
             )
         config = RunConfig.check(read_toml(RunDirectory.open(run).config))
     elif "strategy" not in told:
-        raise ConfigError("nothing is named to audit. Give --strategy, or the directory of a run.")
+        raise ConfigError("nothing to audit. Give --strategy or a run directory.")
     else:
         strategies.get(told["strategy"])
         config = RunConfig.check(told)

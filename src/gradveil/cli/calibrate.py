@@ -68,7 +68,7 @@ def command(plot: Path | None, details: bool, as_json: bool, **given: Any) -> No
         rates = [r for r in (setting.sample_rate * k for k in _VIEW_RATES) if r <= 1]
         view = accounting.budget_view(target, setting, rates=rates, steps=_VIEW_STEPS)
         _plots.budget_curves(plot, view, found, setting.sample_rate)
-        click.echo(f"gradveil: drew {plot}", err=True)
+        click.echo(f"gradveil: wrote {plot}", err=True)
 
 
 def _target(given: dict[str, Any], setting: Setting) -> Target:

@@ -114,11 +114,11 @@ def command(
         from_file = _recipe(recipe) | from_file
     if resume is not None:
         if run_dir is not None:
-            raise ConfigError("--resume names the run directory already; leave --run-dir out.")
+            raise ConfigError("--resume already names the run directory; remove --run-dir.")
         result = _train(lambda tell, _: _resume(resume, from_file | given, seed, new_noise, tell), None)
     else:
         if new_noise:
-            raise ConfigError("--new-noise goes with --resume: a new run without --seed has fresh noise anyway.")
+            raise ConfigError("--new-noise needs --resume: a new run without --seed always has fresh noise.")
         settings = RunConfig.check(from_file | given)
         _check_names(settings)
         where = run_dir or Path("runs") / f"{settings.dataset}-{settings.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -282,7 +282,7 @@ def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
     against_ma: _Values = lambda run: _against(run.facts, run.spent.published.get("MA", _NOTHING))  # noqa: E731
     utility = (
         _chart(runs, "Test accuracy", share, lambda run: _looks(run.facts, "accuracy")),
-        _chart(runs, "Training loss", "mean loss since the last look", lambda run: _looks(run.facts, "loss")),
+        _chart(runs, "Training loss", "mean loss since the last evaluation", lambda run: _looks(run.facts, "loss")),
         _chart(runs, "Accuracy against proved epsilon", share, against_proved, x="proved epsilon"),
         _chart(runs, "Accuracy against published epsilon", share, against_ma, x="epsilon by MA, not a guarantee"),
     )
@@ -294,17 +294,17 @@ def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
 
 
 _NOISE_NOTE = (
-    "As recorded in the ledger; of several clipping groups the largest value. C_t is the bound that was enforced, S_t "
-    "what sigma_t was multiplied with."
+    "As recorded in the ledger; the largest value over the clipping groups. C_t is the enforced bound, S_t the factor "
+    "of sigma_t."
 )
 _SPENT_NOTE = (
-    "Computed from the ledger, after each step taken: what is spent if it was fixed in advance to stop there. A run "
-    "that stopped early may be charged for more, see its statement. The proved curve is that of RDP, which is quick "
-    "enough for every step; the statement's PLD is tighter. The published curves are not guarantees."
+    "Computed from the ledger after each step: the epsilon if it had been fixed in advance to stop there. A run that "
+    "stopped early may be charged for more; see its statement. The proved curve uses RDP, which is fast enough for "
+    "every step; the PLD of the statement is tighter. The published curves are not guarantees."
 )
 _UTILITY_NOTE = (
-    "As noted while training. The loss is computed from the training data, and no epsilon covers it: think before this "
-    "page leaves the house."
+    "Recorded during training. The loss is computed from the training data, and no epsilon covers it: check with "
+    "your privacy team before sharing this page."
 )
 
 
@@ -323,9 +323,9 @@ def _released(name: str) -> _Values:
     def values(run: _Run) -> Points | str:
         contents = run.facts.contents
         if contents is None:
-            return "no ledger that holds."
+            return "no valid ledger."
         if not contents.releases:
-            return "nothing was released yet." if run.facts.is_private else "nothing was noised."
+            return "nothing was released yet." if run.facts.is_private else "no noise was added."
         if name in ("sensitivity", "sigma") and must_withhold(run.facts):
             return WITHHELD
         found = [getattr(release, name) for release in contents.releases]
@@ -362,7 +362,7 @@ def _against(run: RunFacts, epsilon: Points) -> Points:
 
 def _spent(run: RunFacts) -> _Spent:
     if run.contents is None or run.statement is None:
-        return _Spent(proved=_NOTHING, why_not="no ledger that holds.", published={})
+        return _Spent(proved=_NOTHING, why_not="no valid ledger.", published={})
     header, releases = run.contents.header, run.contents.charged()
     if header.guarantee == "none":
         return _Spent(proved=_NOTHING, why_not="not private.", published={})

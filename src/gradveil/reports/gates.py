@@ -53,9 +53,9 @@ def _gate(run: RunFacts, name: str, passed: bool, reason: str) -> Gate:
 
 def _ledger(run: RunFacts) -> Gate:
     if run.ledger_problem is not None:
-        return _gate(run, "ledger", False, f"the ledger does not hold: {run.ledger_problem}")
+        return _gate(run, "ledger", False, f"the ledger failed verification: {run.ledger_problem}")
     if run.contents is None:
-        return _gate(run, "ledger", False, "there is no ledger: what was released is not known.")
+        return _gate(run, "ledger", False, "there is no ledger: what was released is unknown.")
     lines = f"{run.contents.length} lines, each verified"
     torn = ", and one that a crash cut off, which is charged" if run.contents.torn else ""
     return _gate(run, "ledger", True, f"{lines}{torn}.")
@@ -64,7 +64,7 @@ def _ledger(run: RunFacts) -> Gate:
 def _epsilon(run: RunFacts, limit: float, neighbours: str | None) -> Gate:
     name = "proved epsilon"
     if run.statement is None:
-        return _gate(run, name, False, "nothing can be proved without a ledger that holds.")
+        return _gate(run, name, False, "nothing can be proved without a valid ledger.")
     proved = run.statement.proved
     if neighbours is not None and neighbours != proved.neighbours:
         proved = run.statement.proved_other
@@ -79,9 +79,9 @@ def _epsilon(run: RunFacts, limit: float, neighbours: str | None) -> Gate:
 
 def _delta(run: RunFacts, limit: float) -> Gate:
     if run.statement is None:
-        return _gate(run, "delta", False, "nothing can be proved without a ledger that holds.")
+        return _gate(run, "delta", False, "nothing can be proved without a valid ledger.")
     delta = run.statement.proved.delta
-    return _gate(run, "delta", delta <= limit, f"delta = {delta:g}, at most {limit:g} is asked.")
+    return _gate(run, "delta", delta <= limit, f"delta = {delta:g}; the limit is {limit:g}.")
 
 
 def _attack(run: RunFacts, limit: float) -> Gate:
@@ -89,15 +89,17 @@ def _attack(run: RunFacts, limit: float) -> Gate:
     strongest = run.strongest
     if strongest is None or strongest.psnr is None:
         tried = f"{len(run.attacks)} attack(s) without images" if run.attacks else "no attack was run"
-        return _gate(run, name, False, f"{tried}: not shown to withstand one. Run: gradveil attack {run.path}")
-    told = f"{strongest.name} reached {strongest.psnr:.1f} dB (median), the nearest of {len(run.attacks)} trial(s)"
-    return _gate(run, name, strongest.psnr <= limit, f"{told}; at most {limit:g} dB is asked.")
+        return _gate(
+            run, name, False, f"{tried}, so resistance to attacks is not shown. Run: gradveil attack {run.path}"
+        )
+    told = f"{strongest.name} reached {strongest.psnr:.1f} dB (median), the best of {len(run.attacks)} attack(s)"
+    return _gate(run, name, strongest.psnr <= limit, f"{told}; the limit is {limit:g} dB.")
 
 
 def _accuracy(run: RunFacts, limit: float) -> Gate:
     if run.accuracy is None:
         return _gate(run, "accuracy", False, "no test accuracy was recorded.")
-    return _gate(run, "accuracy", run.accuracy >= limit, f"{run.accuracy:.4f}, at least {limit:g} is asked.")
+    return _gate(run, "accuracy", run.accuracy >= limit, f"{run.accuracy:.4f}; the minimum is {limit:g}.")
 
 
 def _audit(run: RunFacts) -> Gate:
@@ -105,7 +107,7 @@ def _audit(run: RunFacts) -> Gate:
     assert run.audit is not None
     bound, proved = run.audited, run.audit_limit
     if bound is None or proved is None:
-        return _gate(run, "audit", False, "audit.json holds no lower bound that could be compared with what is proved.")
+        return _gate(run, "audit", False, "audit.json has no lower bound to compare with the proved epsilon.")
     unit = f" of {run.audit['unit']}" if "unit" in run.audit else ""
     told = f"audited epsilon{unit} is at least {bound:.4g}, proved at most {proved:.4g}"
     return _gate(run, "audit", bound <= proved, f"{told}.")

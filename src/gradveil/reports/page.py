@@ -37,8 +37,8 @@ _HERE = Path(__file__).parent
 # What is shown of audit.json, if it is there, and under which name.
 _AUDIT = {
     "unit": "of",
-    "epsilon_proved": "proved for that, at most",
-    "epsilon_as_published": "as published for that",
+    "epsilon_proved": "proved, at most",
+    "epsilon_as_published": "as published",
     "verdict": "verdict",
     "statistic": "statistic",
     "method": "method",
@@ -107,7 +107,7 @@ def _sound(run: RunFacts) -> RunFacts:
     try:
         _ = run.statement
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"its lines are whole, but what they say does not fit together ({error})."
+        why = f"its lines are intact, but their contents are inconsistent ({error})."
         return replace(run, contents=None, ledger_problem=why)
     return run
 
@@ -198,12 +198,12 @@ class _Shown:
     @property
     def verdict(self) -> Verdict:
         run, statement = self.run, self.run.statement
-        no_limit = "No limit is proved to what can be learned about one example."
+        no_limit = "There is no proved limit on what can be learned about one example."
         if run.ledger_problem is not None:
-            broken, why = "The ledger does not hold:", run.ledger_problem
+            broken, why = "The ledger failed verification:", run.ledger_problem
             return Verdict(kind="ledger invalid", sentence=broken, because=why, meaning=no_limit)
         if statement is None:
-            why = "There is no ledger: nothing was released, and there is nothing to prove."
+            why = "There is no ledger: nothing was released."
             return Verdict(kind="nothing released", sentence=why, meaning="")
         if statement.header.guarantee == "none":
             return Verdict(kind="not private", sentence="Not private: trained without noise.", meaning=no_limit)
@@ -226,14 +226,14 @@ class _Shown:
     def state(self) -> str:
         run = self.run
         if run.ledger_problem is not None:
-            return "Ledger invalid: what was released is not known."
+            return "Ledger invalid: what was released is unknown."
         if run.contents is None:
-            return "Not begun: no step was taken."
+            return "Not started: no step was taken."
         declared = run.contents.header.steps
         if run.contents.ended is None:
             return (
-                f"Not ended: interrupted, or still running, after step {run.steps_taken} of {declared}. What is said "
-                "here holds for what was released so far."
+                f"Not finished: interrupted or still running after step {run.steps_taken} of {declared}. This page "
+                "covers what was released so far."
             )
         if run.contents.ended == "finished":
             return f"Finished: {run.steps_taken} of {declared} steps taken."
@@ -292,7 +292,7 @@ class _Shown:
         """A lower bound above the upper one cannot be."""
         found, proved = self.run.audited, self.run.audit_limit
         if found is not None and proved is not None and found > proved:
-            return "More than what is proved: the code, the accounting or the audit is at fault."
+            return "Above the proved epsilon: the code, the accounting or the audit is wrong."
         return ""
 
     @property
@@ -361,9 +361,9 @@ def _trial(of: _Shown, attack: AttackFacts, examples: int) -> _Trial:
         try:
             rows = list(_rows(attack, examples))
         except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
-            problem = f"Its pictures cannot be read: {error}"
+            problem = f"Its images cannot be read: {error}"
         if not rows and not problem:
-            problem = "It kept no pictures."
+            problem = "No images were stored."
     return _Trial(run=of.label, style=of.style, attack=attack, figures=_figures(attack), rows=rows, problem=problem)
 
 
@@ -375,14 +375,14 @@ def _figures(attack: AttackFacts) -> list[tuple[str, str]]:
     if attack.psnr is not None:
         found.append(("PSNR, median", f"{attack.psnr:.1f} dB{_interval(result.get('psnr_median_interval'))}"))
         found.append(("best guess without it", f"{number(result.get('guess_psnr_median'), 3)} dB"))
-        found.append(("nearest 5 % of victims", f"{number(result.get('psnr_worst_5_percent'), 3)} dB"))
+        found.append(("worst 5 % of victims", f"{number(result.get('psnr_worst_5_percent'), 3)} dB"))
     elif "wrong_median" in result:
         found.append(
             ("wrong features, median", f"{number(result['wrong_median'])} of {number(result.get('features'))}")
         )
         found.append(("best guess without it", f"{number(result.get('guess_wrong_median'))} wrong"))
     found.append(("beats guessing by 6 dB", _share(result.get("success_rate"))))
-    found.append(("proved limit to that", "none" if bound is None else f"at most {_share(bound)}"))
+    found.append(("proved limit on that", "none" if bound is None else f"at most {_share(bound)}"))
     found.append(("labels found", _share(result.get("labels_right"))))
     return found
 

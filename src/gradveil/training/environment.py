@@ -47,7 +47,7 @@ def environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
 
 
 def without_seed(command: Sequence[str]) -> list[str]:
-    """A command line with the value of --seed taken out: whoever knows the seed can take the noise off.
+    """A command line with the value of --seed taken out: anyone who knows the seed can subtract the noise.
 
     >>> without_seed(["gradveil", "train", "--seed", "7", "--lr=1"])
     ['gradveil', 'train', '--seed', '(kept in secret.json)', '--lr=1']

@@ -154,19 +154,19 @@ def _begun(
     for name, value in (settings or {}).items():
         if getattr(stored, name, None) != value:
             raise RunDirectoryError(
-                f"the run in {run_dir} was begun with {name} = {getattr(stored, name, None)!r} and cannot go on with "
-                f"{value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
+                f"the run in {run_dir} was started with {name} = {getattr(stored, name, None)!r} and cannot continue "
+                f"with {value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
             )
     stored_seed = run.read_seed()
     if seed is not None and seed != stored_seed:
-        raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
+        raise RunDirectoryError(f"the run in {run_dir} was not started with that seed. Resume it without --seed.")
     if not run.list_checkpoints() and not run.metrics.exists() and _has_no_whole_line(run.ledger):
         run.ledger.unlink()  # killed before the header was whole: nothing was released
     begun = bool(run.list_checkpoints()) or run.metrics.exists()
     contents = run.verified_ledger() if run.ledger.exists() or begun else None
     if contents is not None and contents.header.seeded and stored_seed is None:
         raise RunDirectoryError(
-            f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
+            f"the run in {run_dir} was started with a seed, but secret.json is missing. Restore it, with mode 0600."
         )
     return run, stored, stored_seed, contents
 

@@ -69,7 +69,7 @@ class RunDirectory:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunDirectoryError(
                 f"{path} exists and is not empty. A run directory belongs to one run and is never written over. Give "
-                "another one with --run-dir, or go on with that run: gradveil train --resume " + str(path)
+                "another one with --run-dir, or continue that run: gradveil train --resume " + str(path)
             )
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -147,8 +147,8 @@ class RunDirectory:
                 )
             if contents.hashes[length - 1] != head:
                 raise LedgerError(
-                    f"ledger line {length} is not the line that checkpoint {checkpoint.path.name} saw: the ledger was "
-                    "written anew.",
+                    f"ledger line {length} is not the line that checkpoint {checkpoint.path.name} saw: the ledger "
+                    "has been rewritten.",
                     line=length,
                 )
         return contents

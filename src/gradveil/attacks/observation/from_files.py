@@ -211,7 +211,7 @@ def check_gradients(module: nn.Module, gradients: Mapping[str, Tensor], where: s
         if lost:
             raise ConfigError(
                 f"{where}: {lost} of {gradient.numel()} values of the gradient of {name!r} are not finite (NaN or "
-                "infinite): nothing can be matched to them. Leave that victim out, or write the gradients anew."
+                "infinite): nothing can be matched to them. Remove that victim, or export the gradients again."
             )
 
 

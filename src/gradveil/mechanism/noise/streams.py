@@ -8,8 +8,8 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
   without any generator state in a file (and the engine refuses a redone step that is not the same bit
   for bit: the same noise on another gradient would cancel out);
 - seeing one stream tells nothing of another, since the derivation is one-way;
-- the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
-  the noise off: a seed must be kept as secret as the data.
+- the key never leaves the process. Anyone who knows the *seed* of a seeded run can derive it, and subtract
+  the noise: a seed must be kept as secret as the data.
 
 Noise on the CPU comes from ChaCha12 (clipping/_csrc/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
 normal values by Box-Muller. Without the compiled kernels it comes from numpy's SFC64 (numpy_normal.py).
