@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
+from gradveil.clipping.validation.spot_checks import tensors_held_by
 from gradveil.engine import resume, setup
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
@@ -302,9 +304,8 @@ class PrivacyEngine:
         """
         clipper, ticket = self._clipper, self._batches.ticket
         if clipper is not None and ticket is not None and self._batches.is_open:
-            clipper.checks.whole_step(
-                lambda batch: clipper.rehearse(lambda: loss_fn(*batch).backward()), batch, ticket.size
-            )
+            rehearse = partial(_rehearse, clipper, loss_fn)
+            clipper.checks.whole_step(rehearse, batch, ticket.size, holds=tensors_held_by(loss_fn))
         self.optimizer.zero_grad()
         loss = loss_fn(*batch)
         loss.backward()
@@ -447,3 +448,7 @@ class PrivacyEngine:
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
+
+
+def _rehearse(clipper: Clipper, loss_fn: Callable[..., Tensor], batch: Any) -> list[Tensor] | None:
+    return clipper.rehearse(lambda: loss_fn(*batch).backward())
