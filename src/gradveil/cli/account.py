@@ -27,8 +27,11 @@ _TABLED = ("BaseC", "AdvC", "OptC", "zCDP", "MA")
 def open_run(run: Path) -> Contents:
     """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
     from gradveil.accounting import ledger
+    from gradveil.accounting._run_lock import steady
 
-    return ledger.read(run) if run.is_file() else RunDirectory(run).verified_ledger()
+    if run.is_file():
+        return steady(lambda: ledger.read(run), run, lambda contents: contents.torn)
+    return RunDirectory(run).verified_ledger()
 
 
 def trusted(compute: Callable[[], T]) -> T:

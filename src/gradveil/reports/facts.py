@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradveil.accounting.ledger import Contents
-from gradveil.accounting.ledger import read as read_ledger
 from gradveil.errors import GradveilError, LedgerError, RunDirectoryError
 from gradveil.training.config import RunConfig, read_toml
 from gradveil.training.run_directory import RunDirectory
@@ -86,6 +85,7 @@ class RunFacts:
     attacks: Sequence[AttackFacts]
     audit: Mapping[str, Any] | None
     problems: Sequence[str] = field(default=())  # of other files, in words
+    writer: str | None = None  # the process that is writing to the run, in words: it is still running
 
     @property
     def name(self) -> str:
@@ -103,11 +103,11 @@ class RunFacts:
 
     @property
     def state(self) -> str:
-        """ "finished", "interrupted" or "ledger invalid"; a run that ended early says how."""
+        """ "finished", "running", "interrupted" or "ledger invalid"; a run that ended early says how."""
         if self.ledger_problem is not None:
             return "ledger invalid"
         if self.contents is None or self.contents.ended is None:
-            return "interrupted"
+            return "running" if self.writer is not None else "interrupted"
         return self.contents.ended
 
     @property
@@ -170,6 +170,7 @@ def read_run(path: Path) -> RunFacts:
             config = RunConfig.check(read_toml(run.config))
         except GradveilError as error:
             problems.append(f"config.toml: {error}")
+    writer = run.writer()
     contents, ledger_problem = _ledger(run)
     return RunFacts(
         path=path,
@@ -181,6 +182,7 @@ def read_run(path: Path) -> RunFacts:
         attacks=_attacks(path / ATTACKS, problems),
         audit=_json(path / AUDIT, problems),
         problems=tuple(problems),
+        writer=writer,
     )
 
 
@@ -190,7 +192,7 @@ def _ledger(run: RunDirectory) -> tuple[Contents | None, str | None]:
         begun = run.metrics.exists() or bool(run.list_checkpoints())
         return None, "ledger.jsonl is missing: what was released is not known." if begun else None
     try:
-        return (run.verified_ledger() if run.config.exists() else read_ledger(run.ledger)), None
+        return run.verified_ledger(), None
     except (LedgerError, RunDirectoryError) as error:
         return None, str(error)
 

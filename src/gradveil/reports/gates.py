@@ -58,7 +58,8 @@ def _ledger(run: RunFacts) -> Gate:
         return _gate(run, "ledger", False, "there is no ledger: what was released is not known.")
     lines = f"{run.contents.length} lines, each verified"
     torn = ", and one that a crash cut off, which is charged" if run.contents.torn else ""
-    return _gate(run, "ledger", True, f"{lines}{torn}.")
+    running = f"; still running: {run.writer} writes to it" if run.state == "running" else ""
+    return _gate(run, "ledger", True, f"{lines}{torn}{running}.")
 
 
 def _epsilon(run: RunFacts, limit: float, neighbours: str | None) -> Gate:

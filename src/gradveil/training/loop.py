@@ -6,6 +6,7 @@ the metric, the checkpoint or the progress line is written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -106,12 +107,14 @@ def train(
     """
     if config.epsilon is not None:
         config = config.model_copy(update={"calibrated": False})  # a sigma found before may be of another plan
-    with joined(config.device) as ranks:
+    with joined(config.device) as ranks, contextlib.ExitStack() as kept:
         session = _Session(config, seed, inputs)  # everything that can be wrong with the settings shows here
         config = session.config
 
         def begin() -> RunDirectory:
             run = RunDirectory.create(run_dir)
+            kept.enter_context(run.lock())
+            run.check_empty()  # another process may have begun there in between
             if seed is not None:
                 run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: not without it
             write_whole(run.environment, json.dumps(environment(config, command), indent=1).encode())
@@ -136,8 +139,13 @@ def resume(
     the run fresh noise instead.
     """
     device = RunConfig.check(read_toml(RunDirectory.open(run_dir).config)).device
-    with joined(device) as ranks:
-        run, stored, stored_seed, contents = ranks.from_first(lambda: _begun(run_dir, settings, seed))
+    with joined(device) as ranks, contextlib.ExitStack() as kept:
+
+        def begin() -> tuple[RunDirectory, RunConfig, int | None, Contents | None]:
+            kept.enter_context(RunDirectory.open(run_dir).lock())
+            return _begun(run_dir, settings, seed)
+
+        run, stored, stored_seed, contents = ranks.from_first(begin)
         if contents is not None and contents.ended is not None:
             return _finished(run, contents)
         session = _Session(stored, None if new_noise else stored_seed)

@@ -8,6 +8,7 @@
       secret.json          mode 0600: the seed of a seeded run
       audit.json           what gradveil audit found, if it was run
       checkpoints/step-00000100.safetensors, .json
+      .lock                while a process writes to the run (accounting/_run_lock.py)
 
 A checkpoint is its JSON file: written last, by rename, with the hash of the tensors beside it and the
 ledger's length and head at that moment. No pickle is ever written or read.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradveil.accounting import _run_lock
 from gradveil.accounting import ledger as ledgers
 from gradveil.errors import LedgerError, RunDirectoryError
 
@@ -97,16 +99,31 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        """A new one. Whoever writes to it takes :meth:`lock` first, and then :meth:`check_empty` again."""
+        run = cls(path)
+        run.check_empty()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from None
+        return run
+
+    def check_empty(self) -> None:
+        """Refuse a directory that holds anything but a lock."""
+        path = self.path
+        if path.exists() and (not path.is_dir() or any(p.name != _run_lock.FILE_NAME for p in path.iterdir())):
             raise RunDirectoryError(
                 f"{path} exists and is not empty. A run directory belongs to one run and is never written over. Give "
                 "another one with --run-dir, or go on with that run: gradveil train --resume " + str(path)
             )
-        try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from None
-        return cls(path)
+
+    def lock(self) -> _run_lock.Hold:
+        """The right to write to the run; refused at once where another process has it."""
+        return _run_lock.Hold(self.path)
+
+    def writer(self) -> str | None:
+        """Who is writing to the run, in words: it is still running. None if nobody is."""
+        return _run_lock.writer(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -129,6 +146,7 @@ class RunDirectory:
 
     def save_checkpoint(self, step: int, tensors: bytes, facts: Mapping[str, Any]) -> None:
         stem = f"step-{step:08d}"
+        self.checkpoints.mkdir(exist_ok=True)
         write_whole(self.checkpoints / f"{stem}.safetensors", tensors)
         complete = {**facts, "step": step, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
         complete["facts_sha256"] = _facts_hash(complete)
@@ -165,9 +183,12 @@ class RunDirectory:
     # ---- trust
 
     def verified_ledger(self) -> ledgers.Contents:
-        """The ledger, checked line by line and against the newest checkpoint."""
+        """The ledger, checked line by line and against the newest checkpoint; also of a run that is still running."""
+        return _run_lock.steady(self._verified_ledger, self.ledger, lambda contents: contents.torn)
+
+    def _verified_ledger(self) -> ledgers.Contents:
+        checkpoint = self.newest_checkpoint()  # before the ledger, which a running process makes longer meanwhile
         contents = ledgers.read(self.ledger)
-        checkpoint = self.newest_checkpoint()
         if checkpoint is not None:
             length, head = int(checkpoint.facts["ledger_length"]), checkpoint.facts["ledger_head"]
             if contents.length < length:
