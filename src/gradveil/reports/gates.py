@@ -32,8 +32,8 @@ class Gate:
 
 
 def judge(run: RunFacts, limits: Limits) -> list[Gate]:
-    """Every gate of one run; its ledger is always one."""
-    found = [_ledger(run)]
+    """Every gate of one run; its ledger is always one, and so is each file that could not be read."""
+    found = [_ledger(run), *(_gate(run, "files", False, problem) for problem in run.problems)]
     if limits.max_epsilon is not None:
         found.append(_epsilon(run, limits.max_epsilon, limits.neighbours))
     if limits.max_delta is not None:
