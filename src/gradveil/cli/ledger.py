@@ -15,14 +15,14 @@ from gradveil.training.run_directory import RunDirectory
 
 @click.group("ledger")
 def command() -> None:
-    """Verify or show the ledger of a run: the record that every privacy claim is computed from."""
+    """Verify or show the ledger of a run, from which every privacy claim is computed."""
 
 
 @command.command("verify")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, as_json: bool) -> None:
-    """Check every line's hash, the chain, and the newest checkpoint's pin. Exit code 4 if anything is off."""
+    """Verify hashes, chain and newest checkpoint. Exit code 4 if anything does not match."""
     contents = open_run(run)
     writer = RunDirectory(run.parent if run.is_file() else run).writer() if contents.ended is None else None
     if as_json:

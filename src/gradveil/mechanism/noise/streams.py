@@ -11,8 +11,8 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
 - the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
   the noise off: a seed must be kept as secret as the data.
 
-Noise on the CPU comes from ChaCha12 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
-normal values by Box-Muller. Without the compiled kernels it comes from numpy's SFC64 (numpy_noise.py).
+Noise on the CPU comes from ChaCha12 (clipping/_csrc/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
+normal values by Box-Muller. Without the compiled kernels it comes from numpy's SFC64 (numpy_normal.py).
 Either way a value is a function of its place alone, so the result does not depend on the number of threads;
 but the two differ, and a seeded run repeats only with the generator it began with. :func:`cpu_generator` names
 the one in use. (A redone step with other noise is refused like any that is not the same bit for bit.)
