@@ -64,6 +64,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
 @_option("--fixed-variance", is_flag=True, help="Constant noise std: sigma_t = varsigma / S_t.")
 @_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
+@_option("--noise", help="lattice: private in floating point too; float; auto: where it costs little.  [default: auto]")
 @_option("--budget", type=float, help="Refuse the step that would spend more than this proved epsilon.")
 @_option("--allow-unproved", is_flag=True, help="Allow what has no proof: shuffling, a published budget.")
 @_option("--stop-at-accuracy", type=float, help="Stop when the test accuracy reaches this.")
