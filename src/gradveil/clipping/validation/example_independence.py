@@ -89,12 +89,12 @@ def _check_operation(func: Any, args: Any, kwargs: Any) -> None:
 # The names of autograd nodes, in C++ and in Python: of followed layers, and of what a followed model returns.
 _FOLLOWED = (
     "gradveil::layer",
-    "LayerTapBackward",
-    "CopyTapBackward",
-    "RecurrentTapBackward",
-    "OperationTapBackward",
+    "ClippedFunctionBackward",
+    "CopyFunctionBackward",
+    "RecurrentFunctionBackward",
+    "OperationFunctionBackward",
 )
-_OUTPUT = ("gradveil::output", "OutputTapBackward")
+_OUTPUT = ("gradveil::output", "OutputFunctionBackward")
 
 
 def _mixes(loss: Tensor, output: Tensor) -> bool:

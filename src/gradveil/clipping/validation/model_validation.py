@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradveil.clipping.operations.tracking import Tracing
+from gradveil.clipping.operations.tracing import Tracing
 from gradveil.clipping.validation.example_independence import check_state
 from gradveil.clipping.validation.shadow_forward import Arguments, Moment, PlainRun, plain_run
 from gradveil.errors import UnsupportedModelError
@@ -40,7 +40,7 @@ class ModelCheck:
     def is_incomplete(self) -> bool:
         """Whether some parameter was not used yet. Processes that must call the model together do not ask."""
         clipper = self._clipper
-        return not clipper.sharded and len(clipper.plan.slots) < len(clipper.sources)
+        return not clipper.sharded and len(clipper.plan.slots) < len(clipper.parameters.sources)
 
     def look(
         self, args: Any, kwargs: Any, rows: int, *, before: Moment | None = None, all_rows: bool = False
@@ -91,10 +91,14 @@ class ModelCheck:
         def run(size: int, replaced: int | None = None) -> tuple[PlainRun, dict[Any, Record]]:
             given = some(size, replaced)
             mode = Tracing(
-                clipper.plan, clipper.sources, rows=size, differentiates=not clipper.sharded, changed=replaced
+                clipper.plan,
+                clipper.parameters.sources,
+                rows=size,
+                differentiates=not clipper.sharded,
+                changed=replaced,
             )
             if clipper.sharded:
-                mode.adopt = clipper.adopt
+                mode.adopt = clipper.parameters.adopt
             with clipper.quietly():
                 found = plain_run(clipper.module, *given, evaluate=False, starting_from=before, mode=mode, moved=moved)
             return found, mode.records
