@@ -70,6 +70,9 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
 @_option("--fixed-variance", is_flag=True, help="Keep the noise std constant: sigma_t = varsigma / S_t.")
 @_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Strategy-specific setting; may be repeated.")
+@_option(
+    "--noise", help="lattice: private in floating point, too; float; auto: lattice where it is cheap.  [default: auto]"
+)
 @_option("--budget", type=float, help="Stop before the step that would exceed this proved epsilon.")
 @_option(
     "--allow-unproved",

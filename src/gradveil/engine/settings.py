@@ -20,6 +20,7 @@ from gradveil.mechanism.strategies import PrivacyPlan, Strategy, parameters
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")
+NOISES = ("auto", "lattice", "float")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Settings:
     drops_examples: bool
     spot_checks: float
     durability: Durability
+    noise: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("clip", "sigma", "epsilon", "steps", "epochs", "delta", "views", "budget", "spot_checks"):
@@ -60,6 +62,7 @@ class Settings:
             ("loss_reduction", LOSS_REDUCTIONS),
             ("stopping", STOPPINGS),
             ("durability", get_args(Durability)),
+            ("noise", NOISES),
         ):
             if getattr(self, name) not in known:
                 raise UnknownNameError(name, getattr(self, name), known)

@@ -32,7 +32,7 @@ DEFAULTS: dict[str, tuple[int, int]] = {
 
 # Settings that came later: written down where they are not at their defaults, so that the digest of every earlier
 # run, which its checkpoints carry, stays what it was.
-_LATER = ("features", "calibrated", "average", "views", "augment")
+_LATER = ("features", "calibrated", "average", "views", "augment", "noise")
 
 
 class RunConfig(BaseModel):
@@ -60,6 +60,7 @@ class RunConfig(BaseModel):
     sigma_end: float | None = None
     fixed_variance: bool = False
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    noise: Literal["auto", "lattice", "float"] = "auto"  # lattice: private in floating point too
     budget: float | None = None
     allow_unproved: bool = False
     # training

@@ -278,6 +278,7 @@ class _Session:
             "sampling": config.sampling,
             "clipping": config.clipping,
             "options": config.options,
+            "noise": config.noise,
             "views": config.views,
             # A run that was interrupted is charged for the steps it repeats: it still keeps to its target.
             "budget": config.budget if config.budget is not None else config.epsilon,
