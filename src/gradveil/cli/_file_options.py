@@ -19,7 +19,12 @@ _OPTIONS = (
     click.option("--weights", type=_FILE, help="Its weights: safetensors.  [default: as the function makes it]"),
     click.option("--truth", type=_FILE, help="The examples, to judge by: safetensors x, y. No attack sees them."),
     click.option("--public", type=_FILE, help="Other examples that the adversary has: safetensors x, maybe y."),
-    click.option("--input-shape", metavar="C,H,W", callback=shape, help="Of one example in --model, such as 1,28,28."),
+    click.option(
+        "--input-shape",
+        metavar="C,H,W",
+        callback=shape,
+        help="Of one example in --model, such as 1,28,28; of token ids, 16.",
+    ),
     click.option("--classes", type=int, help="Of --model.  [default: its outputs]"),
     click.option("--sensitivity", type=float, help="S that sigma was multiplied with in --gradients.  [default: clip]"),
     click.option("--clipping", type=click.Choice(["per-layer", "flat"]), help="Of --gradients.  [default: per-layer]"),
@@ -63,7 +68,7 @@ class Files:
     classes: int | None
     step: int | None
     joint: bool
-    attack: str
+    attack: str | None  # None: what suits the model
     iterations: int
     seed: int
     device: str
@@ -92,7 +97,8 @@ def files_from(ctx: click.Context) -> Files:
     if "training_batch" in chosen:
         defence["batch_size"] = params["training_batch"]
     return Files(
-        **{name: params[name] for name in (*_NAMED, "attack", "iterations", "seed", "device")},
+        **{name: params[name] for name in (*_NAMED, "iterations", "seed", "device")},
+        attack=params["attack"] if "attack" in chosen else None,
         step=params["step"] if "step" in chosen else None,
         defence=defence,
     )

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 @click.option("--dataset", help="Whose training examples are attacked.  [default: digits, or the run's]")
 @click.option("--strategy", help="How their gradients are released.  [default: non-private, or as the run does]")
 @click.option("--compare", help="Several strategies, separated by commas, attacked with equal means.")
-@click.option("--attack", default="cpl", show_default=True, help="cpl, dlg, idlg, inverting, map, analytic or prior.")
+@click.option(
+    "--attack",
+    default="cpl",
+    show_default=True,
+    help="cpl, dlg, idlg, inverting, map, analytic or prior; text, the only one on a --model of tokens.",
+)
 @click.option("--victims", default=20, show_default=True, help="Gradients attacked side by side.")
 @click.option("--batch", default=1, show_default=True, help="Examples behind each gradient.")
 @click.option(
@@ -81,7 +86,8 @@ def command(
 
     With --model and --gradients or --captured, of your own model: what of --clip, --sigma, --sensitivity, --batch-size
     and --observe is given says how the gradients were released (nothing: undefended), and what comes back is judged
-    where --truth is given.
+    where --truth is given. A model of token ids is attacked by text: --input-shape is the number of tokens, --truth has
+    the ids as x.
     """
     from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target
