@@ -23,9 +23,9 @@ from tables import ABSENT, RESULTS, ROOT, load, table
 
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
-    "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
-    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md", "docs/architecture.md",
-    "docs/cli.md", "docs/strategy-table.md",
+    "README.md", "docs/performance.md", "docs/attacks.md", "docs/attacks-text.md", "docs/auditing.md",
+    "docs/reproduction.md", "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md",
+    "docs/architecture.md", "docs/cli.md", "docs/strategy-table.md",
     *(f"docs/reproduction/{path.name}" for path in sorted((ROOT / "docs" / "reproduction").glob("*.md"))),
 )  # fmt: skip
 # ---- README.md
@@ -167,6 +167,30 @@ def leakage(name: str) -> str:
         rows.append(cells)
     head = ["set", "strategy", "cpl, dB", "succeeds", "map, dB", "succeeds", "best guess, dB", "SSIM", "found again"]
     return table([*head, "labels", "iterations to 30 dB", "the paper's ASR of cpl", "bound on success"], rows)
+
+
+def text_attack() -> str:
+    data = load("text_attack")
+    if data is None:
+        return ABSENT
+    rows = []
+    for cell in data["cells"]:
+        found, guess = cell["score"], cell["chance"]
+        shares = [f"{found[k]:.1%}" for k in ("tokens", "in_place", "sentences")]
+        rows.append(
+            [
+                cell["model"],
+                cell["defence"],
+                *shares,
+                *(f"{found[k]:.2f}" for k in ("rouge_1", "rouge_2", "rouge_l")),
+                f"{guess['tokens']:.1%}",
+                f"{cell['ranked_above_absent']:.1%}",
+                f"{cell['sure']:.0%}",
+                f"{cell['seconds']:.1f}",
+            ]
+        )
+    head = ["model", "defence", "tokens", "in place", "sentences", "ROUGE-1", "ROUGE-2", "ROUGE-L", "tokens by chance"]
+    return table([*head, "ranked above absent", "sure", "s"], rows)
 
 
 def leakage_speed(name: str) -> str:
@@ -355,6 +379,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "any_network": zoo_tables.any_network,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
+    "text_attack": text_attack,
+    "machine_text_attack": lambda: machine("text_attack"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),
     "figure_leakage_cuda": lambda: figure("leakage_cuda", "How near attacks come, by data set and strategy"),
 }

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 @click.option("--dataset", help="Data set of the victims.  [default: digits, or the run's]")
 @click.option("--strategy", help="Strategy that releases the gradients.  [default: non-private, or the run's]")
 @click.option("--compare", help="Comma-separated strategies, attacked with the same effort.")
-@click.option("--attack", default="cpl", show_default=True, help="cpl, dlg, idlg, inverting, map, analytic or prior.")
+@click.option(
+    "--attack",
+    default="cpl",
+    show_default=True,
+    help="cpl, dlg, idlg, inverting, map, analytic or prior; text for a --model that takes token ids.",
+)
 @click.option("--victims", default=20, show_default=True, help="Number of gradients to attack, in parallel.")
 @click.option("--batch", default=1, show_default=True, help="Examples per attacked gradient.")
 @click.option(
@@ -88,7 +93,8 @@ def command(
 
     To attack gradients of your own model, give --model and either --gradients or --captured. --clip, --sigma,
     --sensitivity, --batch-size and --observe then describe how they were released (none given: no defence). The
-    result is scored if --truth is given.
+    result is scored if --truth is given. For a model of token ids, use --attack text: --input-shape is the number of
+    tokens, and --truth has the ids as x.
     """
     from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target
