@@ -1,19 +1,26 @@
-"""A trained run as a target: its model at its newest checkpoint, and the step that would come next."""
+"""A trained run as a target: its model at its newest checkpoint, and the step that would come next.
+
+How its gradients are clipped, noised and averaged is read from its ledger.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor, nn
 
+from gradveil.attacks.trial import AttackConfig, AttackResult, run
+from gradveil.clipping.groups import Clipping, make_groups
 from gradveil.errors import ConfigError, RunDirectoryError
-from gradveil.mechanism.strategies import PrivacyPlan, parameters
+from gradveil.mechanism.strategies import PrivacyPlan
 from gradveil.training import data, models
-from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.config import RunConfig
 from gradveil.training.data import DataSet
+from gradveil.training.recorded import clipping_of, plan_of, read_recorded
 from gradveil.training.run_directory import RunDirectory
 
 
@@ -27,12 +34,51 @@ class Target:
     plan: PrivacyPlan
     step: int  # the next to be released; the last one where the run is complete
     rule_state: Mapping[str, Tensor]  # where quantile-clip and adaclip have moved their bounds to
+    clipping: Clipping = "per-layer"
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings of an attack that are the run's own."""
+        found: dict[str, Any] = {
+            "strategy": self.plan.strategy.name,
+            "steps": self.plan.steps,
+            "step": self.step,
+            "training_batch": self.config.batch_size,
+            "clipping": self.clipping,
+        }
+        if self.plan.strategy.is_private:
+            found |= {"clip": self.plan.clip.start, "sigma": self.plan.sigma.start, "reading": self.plan.reading}
+        return found
+
+    def settings(self, given: Mapping[str, Any]) -> AttackConfig:
+        """An attack on this run; refused where ``given`` contradicts what the run did."""
+        theirs = self.recorded()
+        wrong = [name for name in theirs.keys() & given.keys() if given[name] != theirs[name]]
+        if wrong or given.get("network") is not None:
+            told = ", ".join(f"{name} = {given[name]!r} (the run: {theirs[name]!r})" for name in sorted(wrong))
+            raise ConfigError(
+                f"{told or 'a network'} was given, and the run's ledger records its own: an attack on anything else "
+                "would say nothing about the run. Leave it out, or attack an untrained network (leave the run out)."
+            )
+        return AttackConfig(**{"view": "per-example-noised", **given, **theirs})
+
+    def attack(self, tried: AttackConfig, progress: Callable[[int], None] | None = None) -> AttackResult:
+        private = self.plan.strategy.is_private
+        return run(
+            tried,
+            self.data,
+            model=self.model,
+            plan=self.plan if private else None,
+            rule_state=self.rule_state if private else None,
+            options=self.options,
+            progress=progress,
+        )
 
 
 def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
-    """Read a run directory; refused where it has no checkpoint."""
+    """Read a run directory; refused where it has no checkpoint, or its files contradict its ledger."""
     run = RunDirectory.open(run_dir)
-    config = RunConfig.check(read_toml(run.config))
+    contents, config = read_recorded(run)
     checkpoint = run.newest_checkpoint()
     if checkpoint is None:
         raise RunDirectoryError(
@@ -57,8 +103,15 @@ def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise RunDirectoryError(f"the checkpoint is of another model than config.toml names: {error}") from None
+        raise RunDirectoryError(f"the checkpoint is of another model than the run records: {error}") from None
     model.eval()  # gradients as the attacker can compute them: no dropout
-    assert config.steps is not None
-    plan = parameters(**config.plan_settings())
-    return Target(model, loaded, config, plan, min(checkpoint.step, config.steps - 1), rule_state)
+    clipping = clipping_of(contents)
+    groups = tuple(group.name for group in make_groups(model, clipping))
+    if groups != contents.header.groups:
+        raise RunDirectoryError(
+            f"the model has the clipping groups {', '.join(groups)}, and the ledger's are "
+            f"{', '.join(contents.header.groups)}: it is not the model of this run."
+        )
+    plan = plan_of(contents.header)
+    step = min(checkpoint.step, plan.steps - 1)
+    return Target(model, loaded, config, plan, step, rule_state, clipping, config.options)

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import click
 
 from gradveil.accounting.ledger import Contents
-from gradveil.cli._output import number, table
-from gradveil.errors import ConfigError, LedgerError
+from gradveil.cli._output import number, table, upper
+from gradveil.errors import ConfigError, LedgerError, RunDirectoryError
 from gradveil.mechanism import schedules
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
 from gradveil.training.run_directory import RunDirectory
@@ -28,7 +28,14 @@ def open_run(run: Path) -> Contents:
     """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
     from gradveil.accounting import ledger
 
-    return ledger.read(run) if run.is_file() else RunDirectory(run).verified_ledger()
+    if run.is_file():
+        return ledger.read(run)
+    if not run.exists():
+        raise RunDirectoryError(
+            f"{run} is not a run directory: there is nothing at that path. Give the directory that gradveil train "
+            "wrote, the run_dir of a PrivacyEngine, or a ledger."
+        )
+    return RunDirectory(run).verified_ledger()
 
 
 def trusted(compute: Callable[[], T]) -> T:
@@ -145,8 +152,7 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     extra = [f"--{n.replace('_', '-')}" for n in flags if n != "delta"]
     if extra:
         raise ConfigError(
-            f"{run} records how it was noised and sampled, and {', '.join(extra)} would say it again. Give either a "
-            "run or parameters."
+            f"{run} records how it was noised and sampled: leave {', '.join(extra)} out, or give parameters and no run."
         )
     if "delta" in flags:
         accounting.check_delta(flags["delta"])
@@ -212,7 +218,7 @@ def _print(account: _Account) -> None:
     click.echo(f"{account.title}\n\nProved epsilon at delta = {account.delta:g}")
     table(
         ["neighbours", "PLD", "RDP"],
-        [[names[n], *(number(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
+        [[names[n], *(upper(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
     )
     whole = [p for v in views.values() for p in v.values()]
     for reason in dict.fromkeys(p.reason for p in whole if p.reason is not None):
@@ -236,4 +242,4 @@ def _print(account: _Account) -> None:
 
 
 def _gamma(value: float | None) -> str:
-    return "no bound" if value is None else number(value)
+    return "no bound" if value is None else upper(value)

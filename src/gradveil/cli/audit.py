@@ -13,19 +13,20 @@ import click
 
 from gradveil.cli._options import flags as shown
 from gradveil.cli._options import given
-from gradveil.cli._output import number, table
+from gradveil.cli._output import lower, number, table, upper
 from gradveil.cli.train import _options as strategy_options
 from gradveil.errors import ConfigError
 from gradveil.mechanism import schedules, strategies
 from gradveil.reports.facts import AUDIT
-from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.config import RunConfig
+from gradveil.training.recorded import read_recorded
 from gradveil.training.run_directory import RunDirectory, write_whole
 
 if TYPE_CHECKING:
     from gradveil.audit import Audit
 
 _DECAYS = click.Choice(list(schedules.DECAYS))
-# What a run's config.toml says, and flags say in its place.
+# What a run's ledger says, and flags say in its place.
 _OF_A_RUN = {
     "dataset", "model", "strategy", "clip", "sigma", "delta", "clipping", "reading", "decay", "clip_end", "sigma_end",
     "fixed_variance", "options", "lr",
@@ -67,6 +68,7 @@ def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> N
     What comes out is a lower bound on epsilon. One above what is proved shows a fault: exit code 1. One below it proves
     nothing. With RUN, the strategy and numbers of a run: the audit trains anew, and reads none of its training data.
     """
+    from gradveil.api import bind_evidence
     from gradveil.audit import audit_json, audit_runs, audit_steps, setting_of
     from gradveil.audit.runs import check_runs
 
@@ -90,6 +92,8 @@ def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> N
     found = audit_json(audits)
     if where is not None:
         write_whole(where, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+        if run is not None and out is None:
+            bind_evidence(run, where)
     if as_json:
         click.echo(json.dumps(found, allow_nan=False))
     else:
@@ -109,10 +113,10 @@ def _config(run: Path | None, rest: dict[str, Any]) -> RunConfig:
     if run is not None:
         if told:
             raise ConfigError(
-                f"{run} has its own settings, and {shown(ctx, set(told))} would say them again. Give either a run or "
-                "the settings of a strategy."
+                f"{run} has its own settings in its ledger: leave {shown(ctx, set(told))} out, or give the settings of "
+                "a strategy and no run."
             )
-        config = RunConfig.check(read_toml(RunDirectory.open(run).config))
+        _, config = read_recorded(RunDirectory.open(run))
     elif "strategy" not in told:
         raise ConfigError("nothing is named to audit. Give --strategy, or the directory of a run.")
     else:
@@ -144,8 +148,8 @@ def _print(audit: Audit) -> None:
         [
             bound.statistic,
             bound.method,
-            f">= {number(bound.epsilon, 3)}",
-            number(audit.proved, 3),
+            f">= {lower(bound.epsilon, 3)}",
+            upper(audit.proved, 3),
             number(audit.as_published, 3),
             audit.verdict(bound),
         ]

@@ -24,6 +24,8 @@ from gradveil.errors import ConfigError
 @click.option("--max-delta", type=float, help="Delta may be this much.")
 @click.option("--max-attack-psnr", type=float, help="The nearest attack on the run may reach this PSNR, in dB.")
 @click.option("--min-accuracy", type=float, help="The last test accuracy must be this much.")
+@click.option("--allow-unfinished", is_flag=True, help="Let a run pass that has not ended, or has released nothing.")
+@click.option("--require-bound", is_flag=True, help="Judge only by files that the ledger names with their hash.")
 @click.option("--junit", type=click.Path(path_type=Path), metavar="FILE", help="Write the gates as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the gates as JSON.")
 def command(
@@ -33,10 +35,15 @@ def command(
     max_delta: float | None,
     max_attack_psnr: float | None,
     min_accuracy: float | None,
+    allow_unfinished: bool,
+    require_bound: bool,
     junit: Path | None,
     as_json: bool,
 ) -> None:
-    """Check that each RUN keeps to limits: exit code 0 if all do, 1 and the reasons if not, 4 for an invalid ledger."""
+    """Check that each RUN keeps to limits.
+
+    Exit code 0 if all do, 1 and the reasons if not, 4 where a ledger is invalid or the files beside it contradict it.
+    """
     from gradveil.reports.facts import read_run
     from gradveil.reports.gates import Limits, judge, to_junit
     from gradveil.training.run_directory import write_whole
@@ -54,7 +61,7 @@ def command(
         raise ConfigError("nothing is asked of the run. Give --max-epsilon, --max-attack-psnr or --min-accuracy.")
     if neighbours is not None and max_epsilon is None:
         raise ConfigError("--neighbours says under which --max-epsilon is meant: give that too.")
-    limits = Limits(neighbours=neighbours, **asked)
+    limits = Limits(neighbours=neighbours, unfinished=allow_unfinished, bound=require_bound, **asked)
     facts = [read_run(path) for path in runs]
     gates = [gate for run in facts for gate in judge(run, limits)]
     if junit is not None:
@@ -65,7 +72,7 @@ def command(
     else:
         for gate in gates:
             click.echo(f"{'pass' if gate.passed else 'FAIL'}  {gate.run}  {gate.name}: {gate.reason}")
-    if any(run.ledger_problem is not None for run in facts):
+    if any(run.ledger_problem is not None or run.contradictions for run in facts):
         sys.exit(4)
     if not all(gate.passed for gate in gates):
         sys.exit(1)

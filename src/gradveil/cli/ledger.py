@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 
 from gradveil.accounting.ledger import Contents
+from gradveil.accounting.manifest import BAD, FileState, State, file_states
 from gradveil.cli._output import number, table
+from gradveil.cli.account import open_run
+from gradveil.errors import LedgerError
 from gradveil.mechanism.records import Release
-from gradveil.training.run_directory import RunDirectory
+from gradveil.reports.facts import read_run
 
 
 @click.group("ledger")
@@ -18,32 +22,43 @@ def command() -> None:
     """Verify or show the ledger of a run: the record that every privacy claim is computed from."""
 
 
-def _open(run: Path) -> Contents:
-    """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
-    from gradveil.accounting import ledger
-
-    if run.is_file():
-        return ledger.read(run)
-    return RunDirectory(run).verified_ledger()
-
-
 @command.command("verify")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, as_json: bool) -> None:
-    """Check every line's hash, the chain, and the newest checkpoint's pin. Exit code 4 if anything is off."""
-    contents = _open(run)
+    """Check every line's hash, the chain, and every file that the ledger names. Exit code 4 if anything is off.
+
+    Says which files are bound to the ledger, and which are not. A chain of hashes shows that a line or a file was
+    changed; that the whole directory was not written anew, only a signature or a head kept elsewhere shows.
+    """
+    contents = open_run(run)
+    files = file_states(run, contents) if run.is_dir() else []
+    wrong = [f"{file}." for file in files if file.state in BAD]
+    if run.is_dir():
+        facts = read_run(run)
+        wrong = list(facts.contradictions)
     if as_json:
-        facts = {
-            "valid": True,
-            "lines": contents.length,
-            "releases": len(contents.releases),
-            "head": contents.head,
-            "half_written_last_line": contents.torn,
-            "ended": contents.ended,
-        }
-        click.echo(json.dumps(facts))
-        return
+        click.echo(json.dumps(_facts(contents, files, wrong)))
+    else:
+        _print(contents, files)
+    if wrong:
+        raise LedgerError(f"{run} is not as its ledger says: {' '.join(wrong)}")
+
+
+def _facts(contents: Contents, files: list[FileState], wrong: list[str]) -> dict[str, Any]:
+    return {
+        "valid": not wrong,
+        "problems": wrong,
+        "lines": contents.length,
+        "releases": len(contents.releases),
+        "head": contents.head,
+        "half_written_last_line": contents.torn,
+        "ended": contents.ended,
+        "files": [{"path": file.path, "state": file.state, "why": file.why} for file in files],
+    }
+
+
+def _print(contents: Contents, files: list[FileState]) -> None:
     click.echo(f"ledger valid: {contents.length} lines, {len(contents.releases)} releases, head {contents.head[:16]}")
     if contents.torn:
         click.echo(
@@ -54,6 +69,12 @@ def verify(run: Path, as_json: bool) -> None:
         click.echo("the run has not ended: it is running, or was interrupted (gradveil train --resume).")
     else:
         click.echo(f"the run ended: {contents.ended}")
+    for state in get_args(State):
+        named = [f"{file.path}{file.why and f' ({file.why})'}" for file in files if file.state == state]
+        if named:
+            click.echo(f"{state + ':':<13}{f'{chr(10)}{chr(32) * 13}'.join(named)}")
+    if files and not any(file.state == "bound" for file in files):
+        click.echo("the ledger binds no file: an older version wrote it, or an engine that was given a ledger alone.")
 
 
 @command.command("show")
@@ -62,7 +83,7 @@ def verify(run: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print header and releases as JSON.")
 def show(run: Path, last: int, as_json: bool) -> None:
     """Show the header and the releases."""
-    contents = _open(run)
+    contents = open_run(run)
     releases = contents.releases[-last:] if last else contents.releases
     if as_json:
         shown = {"header": contents.header.to_dict(), "releases": [r.to_dict() for r in releases]}

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from gradveil.accounting.ledger import Contents
 from gradveil.accounting.ledger import read as read_ledger
+from gradveil.accounting.manifest import BAD, FileState, bound_files, file_states
 from gradveil.errors import GradveilError, LedgerError, RunDirectoryError
 from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.recorded import contradictions
 from gradveil.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from gradveil.accounting import Statement
 
 ATTACKS, AUDIT = "attacks", "audit.json"
-RESULT, PICTURES, SECRET = "result.json", "pictures.npz", "secret.json"  # the last two for the owner only
+RESULT = "result.json"
+PICTURES, FRAMES, SECRET = "pictures.npz", "frames.png", "secret.json"  # for the owner only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,27 @@ class RunFacts:
         return float(looks[-1]) if looks else None
 
     @cached_property
+    def files(self) -> Sequence[FileState]:
+        """Every file of the run directory, and whether the ledger binds it; empty without a ledger that holds."""
+        return () if self.contents is None else file_states(self.path, self.contents)
+
+    def bound(self, path: Path) -> bool:
+        """Whether a file of the run directory is one that the ledger names."""
+        name = path.relative_to(self.path).as_posix()
+        return any(file.path == name and file.state == "bound" for file in self.files)
+
+    @cached_property
+    def contradictions(self) -> Sequence[str]:
+        """What the files of the run say against its ledger, in sentences: it was cut, rewritten or mixed up."""
+        if self.contents is None:
+            return ()
+        changed = [f"{file}." for file in self.files if file.state in BAD]
+        steps = [int(path.stem[5:]) for path in RunDirectory(self.path).list_checkpoints() if path.stem[5:].isdecimal()]
+        return changed + contradictions(
+            self.contents, config=self.config, metrics=self.metrics, checkpoint=max(steps, default=0)
+        )
+
+    @cached_property
     def statement(self) -> Statement | None:
         """From the ledger, the audit beside it; None where that cannot be trusted. Takes a second for long runs."""
         from gradveil.accounting import statement_of
@@ -147,6 +171,20 @@ class RunFacts:
         """What the audited epsilon may not exceed: what is proved for the same, a step or a run; None: not known."""
         own = None if self.audit is None else _number(self.audit.get("epsilon_proved"))
         return self.proved if own is None else own
+
+    def misfit(self, attack: AttackFacts) -> str | None:
+        """Why an attack was not one on what this run released; None if it was, as far as its settings say."""
+        if self.contents is None:
+            return None
+        header, settings = self.contents.header, attack.trial["settings"]
+        pairs = {"strategy": header.strategy, "steps": header.steps, "training_batch": header.expected_batch_size}
+        if header.guarantee != "none":
+            pairs |= {name: header.plan.get(name, {}).get("start") for name in ("clip", "sigma")}
+            pairs["clipping"] = "flat" if header.groups == ("all",) else "per-layer"
+        for name, recorded in pairs.items():
+            if isinstance(settings.get(name), str | int | float) and settings[name] != recorded:
+                return f"it was tried with {name} = {settings[name]}, and the run has {recorded}"
+        return None
 
     @property
     def strongest(self) -> AttackFacts | None:
@@ -190,7 +228,9 @@ def _ledger(run: RunDirectory) -> tuple[Contents | None, str | None]:
         begun = run.metrics.exists() or bool(run.list_checkpoints())
         return None, "ledger.jsonl is missing: what was released is not known." if begun else None
     try:
-        return (run.verified_ledger() if run.config.exists() else read_ledger(run.ledger)), None
+        contents = run.verified_ledger() if run.config.exists() else read_ledger(run.ledger)
+        bound_files(contents)  # lines that name files must make sense
+        return contents, None
     except (LedgerError, RunDirectoryError) as error:
         return None, str(error)
 

@@ -12,7 +12,7 @@ import io
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gradveil import __version__
+from gradveil.accounting._rounding import at_least, at_most
 from gradveil.reports.charts import WITHHELD, figures, mark, must_withhold
 from gradveil.reports.checklist import Item, checklist, not_tested
 from gradveil.reports.comparison import HEADINGS, row_of, shown
@@ -110,21 +111,6 @@ def _sound(run: RunFacts) -> RunFacts:
         why = f"its lines are whole, but what they say does not fit together ({error})."
         return replace(run, contents=None, ledger_problem=why)
     return run
-
-
-def at_most(value: float) -> str:
-    """A bound in four digits, rounded up: what is written is proved too.
-
-    >>> at_most(1.11601), at_most(1.5), at_most(float("inf")), at_most(12345.6)
-    ('1.117', '1.5', 'infinite', '12350')
-    """
-    if not math.isfinite(value):
-        return "infinite"
-    if value <= 0:
-        return "0"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
-    up = math.ceil(value / unit - 1e-9) * unit
-    return f"{up:.4g}" if up < 1e4 else f"{up:.0f}"
 
 
 def number(value: object, digits: int = 4) -> str:
@@ -281,11 +267,11 @@ class _Shown:
         if audit is None:
             return []
         kept = [
-            (words, number(audit[name]))
+            (words, _bounded(audit[name], at_most) if name == "epsilon_proved" else number(audit[name]))
             for name, words in _AUDIT.items()
             if isinstance(audit.get(name), str | int | float)
         ]
-        return [("epsilon is at least", number(audit.get("epsilon_lower_bound"))), *kept]
+        return [("epsilon is at least", _bounded(audit.get("epsilon_lower_bound"), at_least)), *kept]
 
     @property
     def fault(self) -> str:
@@ -302,8 +288,6 @@ class _Shown:
         if self.withheld:
             row["epsilon_as_published"] = None
         words = dict(zip(HEADINGS, shown(row), strict=True)) | {"delta": number(row["delta"])}
-        if isinstance(row["epsilon_proved"], float):
-            words["epsilon_proved"] = at_most(row["epsilon_proved"])
         if isinstance(row["attack_success"], float):
             words["attack_success"] = f"{row['attack_success']:.0%}"
         return [(words[name], "" if row[name] is None else str(row[name])) for name in HEADINGS]
@@ -331,6 +315,12 @@ class _Shown:
             found.append(("ledger", f"{run.contents.length} lines, head {run.contents.head}"))
             found.append(("ledger written by gradveil", run.contents.header.gradveil_version or "an unknown version"))
         return found + [(name.replace("_", " "), str(value)) for name, value in told.items() if "seed" not in name]
+
+
+def _bounded(value: object, printed: Callable[[float], str]) -> str:
+    """A bound from a file, rounded to the safe side."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return printed(float(value)) if is_number else number(value)  # type: ignore[arg-type]
 
 
 def _bound(proved: ProvedEpsilon) -> dict[str, str]:
@@ -382,13 +372,19 @@ def _figures(attack: AttackFacts) -> list[tuple[str, str]]:
         )
         found.append(("best guess without it", f"{number(result.get('guess_wrong_median'))} wrong"))
     found.append(("beats guessing by 6 dB", _share(result.get("success_rate"))))
-    found.append(("proved limit to that", "none" if bound is None else f"at most {_share(bound)}"))
+    found.append(("proved limit to that", "none" if bound is None else f"at most {_share_at_most(bound)}"))
     found.append(("labels found", _share(result.get("labels_right"))))
     return found
 
 
 def _share(value: object) -> str:
     return f"{100 * value:.3g} %" if isinstance(value, int | float) and math.isfinite(value) else "-"
+
+
+def _share_at_most(value: object) -> str:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "-"
+    return f"{at_most(100 * value, digits=3)} %"
 
 
 def _interval(value: object) -> str:
