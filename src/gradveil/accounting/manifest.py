@@ -14,9 +14,7 @@ A ``settings`` line holds the settings of the run that are not in the header, su
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -25,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from gradveil._files import read_object
 from gradveil.accounting._ledger_file import LedgerFile
 from gradveil.accounting._ledger_lines import Contents, body_text, line, read
+from gradveil.accounting._run_lock import Hold, writer
 from gradveil.accounting.ledger import FILE_NAME, Ledger
-from gradveil.errors import LedgerError
+from gradveil.errors import DataError, LedgerError
 
 State = Literal["bound", "changed", "missing", "left out", "not bound", "never bound"]
 BAD: tuple[State, ...] = ("changed", "missing")
@@ -84,21 +84,18 @@ def _names(kind: str, body: Mapping[str, Any], path: str) -> bool:
 
 
 def bind_written(root: Path, files: Iterable[Path]) -> str | None:
-    """Name files that were written beside a run, such as an attack on it; None, or why they could not be bound.
-
-    Only where the run has ended: a ledger has one writer, and a run that has not ended may have one.
-    """
+    """Name files that were written beside a run, such as an attack on it; None, or why they could not be bound."""
     path = root / FILE_NAME
     if not path.is_file():
         return "the run has no ledger"
-    with open(path, "rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # two attacks may end at the same moment
+    if (who := writer(root)) is not None:
+        return f"{who} is writing to the run"
+    with Hold(root):
         contents = read(path)
-        if contents.torn or contents.ended is None:
-            return "the run has not ended, and only its own process writes to its ledger"
-        bodies = [_entry_of(root, file) for file in files]
+        if contents.torn:
+            return "the ledger ends in a half-written line; resume the run first"
         head, text = contents.head, ""
-        for number, body in enumerate(bodies, start=contents.length + 1):
+        for number, body in enumerate((_entry_of(root, file) for file in files), start=contents.length + 1):
             one, head = line(number, "file", body_text(body), head)
             text += one
         file = LedgerFile(path, create=False)
@@ -123,8 +120,8 @@ def new_salt() -> str:
 def salt_beside(file: Path) -> str | None:
     """What hashes of the private files in this folder are salted with."""
     try:
-        found = json.loads((file.parent / SECRET).read_bytes())["salt"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_object(file.parent / SECRET, limit=1 << 16).get("salt")
+    except DataError:
         return None
     return found if isinstance(found, str) else None
 

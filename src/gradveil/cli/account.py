@@ -7,18 +7,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from gradveil.accounting._checks import trusted
 from gradveil.accounting.ledger import Contents
 from gradveil.cli._output import number, table, upper
-from gradveil.errors import ConfigError, LedgerError, RunDirectoryError
+from gradveil.errors import ConfigError, RunDirectoryError
 from gradveil.mechanism import schedules
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
 from gradveil.training.run_directory import RunDirectory
-
-T = TypeVar("T")
 
 SAMPLERS = click.Choice(["poisson", "without-replacement", "with-replacement", "shuffle"])
 _TABLED = ("BaseC", "AdvC", "OptC", "zCDP", "MA")
@@ -27,29 +26,16 @@ _TABLED = ("BaseC", "AdvC", "OptC", "zCDP", "MA")
 def open_run(run: Path) -> Contents:
     """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
     from gradveil.accounting import ledger
+    from gradveil.accounting._run_lock import steady
 
     if run.is_file():
-        return ledger.read(run)
+        return steady(lambda: ledger.read(run), run, lambda contents: contents.torn)
     if not run.exists():
         raise RunDirectoryError(
             f"{run} is not a run directory: there is nothing at that path. Give the directory that gradveil train "
             "wrote, the run_dir of a PrivacyEngine, or a ledger."
         )
     return RunDirectory(run).verified_ledger()
-
-
-def trusted(compute: Callable[[], T]) -> T:
-    """What ``compute`` gives; records that are whole but make no sense are a ledger error, not a crash.
-
-    What the user gave must be checked before: here every value that is refused came from the ledger.
-    """
-    try:
-        return compute()
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise LedgerError(
-            f"the ledger's lines are whole, but what they say does not fit together ({error}): nothing can be "
-            "said about this run's privacy."
-        ) from None
 
 
 @dataclass(frozen=True)

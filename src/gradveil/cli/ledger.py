@@ -9,12 +9,13 @@ from typing import Any, get_args
 import click
 
 from gradveil.accounting.ledger import Contents
-from gradveil.accounting.manifest import BAD, FileState, State, file_states
+from gradveil.accounting.manifest import FileState, State, file_states
 from gradveil.cli._output import number, table
 from gradveil.cli.account import open_run
 from gradveil.errors import LedgerError
 from gradveil.mechanism.records import Release
 from gradveil.reports.facts import read_run
+from gradveil.training.run_directory import RunDirectory
 
 
 @click.group("ledger")
@@ -32,15 +33,13 @@ def verify(run: Path, as_json: bool) -> None:
     changed; that the whole directory was not written anew, only a signature or a head kept elsewhere shows.
     """
     contents = open_run(run)
+    writer = RunDirectory(run.parent if run.is_file() else run).writer() if contents.ended is None else None
     files = file_states(run, contents) if run.is_dir() else []
-    wrong = [f"{file}." for file in files if file.state in BAD]
-    if run.is_dir():
-        facts = read_run(run)
-        wrong = list(facts.contradictions)
+    wrong = list(read_run(run).contradictions) if run.is_dir() else []
     if as_json:
-        click.echo(json.dumps(_facts(contents, files, wrong)))
+        click.echo(json.dumps(_facts(contents, files, wrong) | {"running": writer is not None}))
     else:
-        _print(contents, files)
+        _print(contents, files, writer)
     if wrong:
         raise LedgerError(f"{run} is not as its ledger says: {' '.join(wrong)}")
 
@@ -58,15 +57,17 @@ def _facts(contents: Contents, files: list[FileState], wrong: list[str]) -> dict
     }
 
 
-def _print(contents: Contents, files: list[FileState]) -> None:
+def _print(contents: Contents, files: list[FileState], writer: object) -> None:
     click.echo(f"ledger valid: {contents.length} lines, {len(contents.releases)} releases, head {contents.head[:16]}")
     if contents.torn:
         click.echo(
             f"line {contents.length + 1} is half-written: the process was stopped while writing it. It counts as one "
             "release spent; resuming the run repairs the file."
         )
-    if contents.ended is None:
-        click.echo("the run has not ended: it is running, or was interrupted (gradveil train --resume).")
+    if writer is not None:
+        click.echo(f"the run is still running: {writer} writes to it.")
+    elif contents.ended is None:
+        click.echo("the run has not ended: it was interrupted. To go on: gradveil train --resume RUN")
     else:
         click.echo(f"the run ended: {contents.ended}")
     for state in get_args(State):

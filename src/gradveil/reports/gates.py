@@ -38,8 +38,8 @@ class Gate:
 
 
 def judge(run: RunFacts, limits: Limits) -> list[Gate]:
-    """Every gate of one run; its ledger is always one."""
-    found = [_ledger(run, limits)]
+    """Every gate of one run; its ledger is always one, and so is each file that could not be read."""
+    found = [_ledger(run, limits), *(_gate(run, "files", False, problem) for problem in run.problems)]
     if limits.max_epsilon is not None:
         found.append(_epsilon(run, limits.max_epsilon, limits.neighbours))
     if limits.max_delta is not None:
@@ -74,7 +74,8 @@ def _ledger(run: RunFacts, limits: Limits) -> Gate:
     files = f"; {len(bound)} files bound" if bound else "; no file is bound to it (an older version wrote it)"
     if bound and loose:
         files += f", not bound: {', '.join(loose)}"
-    return _gate(run, "ledger", True, f"{lines}{torn}{files}.")
+    running = f"; still running: {run.writer} writes to it" if run.state == "running" else ""
+    return _gate(run, "ledger", True, f"{lines}{torn}{running}{files}.")
 
 
 def _unfinished(contents: Contents) -> str | None:
