@@ -1,6 +1,6 @@
 """The command line: one file per command, each thin. Results on stdout, progress on stderr.
 
-Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 budget exhausted, 4 ledger invalid.
+Exit codes: 0 done, 1 a gate failed or a signature is missing, 2 bad input, 3 budget exhausted, 4 ledger invalid.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _COMMANDS = {
     "compare": "Runs side by side: accuracy, the three epsilons, noise, attacks.",
     "report": "One HTML page that shows what is proved, what leaks and what was not tested.",
     "check": "A gate: exit 1 and the reason where a run exceeds its limits.",
+    "sign": "Sign a run's ledger, and with it every file that it names.",
+    "verify": "Check a run's ledger and files, and who signed them.",
     "recipes": "List the settings that are accurate at a proved epsilon.",
     "strategies": "List the strategies and what each guarantees.",
     "datasets": "List the data sets, what is there, and fetch what is not.",

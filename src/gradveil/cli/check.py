@@ -26,6 +26,10 @@ from gradveil.errors import ConfigError
 @click.option("--min-accuracy", type=float, help="The last test accuracy must be this much.")
 @click.option("--allow-unfinished", is_flag=True, help="Let a run pass that has not ended, or has released nothing.")
 @click.option("--require-bound", is_flag=True, help="Judge only by files that the ledger names with their hash.")
+@click.option(
+    "--signed-by", type=click.Path(path_type=Path), metavar="PUB", help="Each RUN must be signed by this key."
+)
+@click.option("--head", metavar="HASH", help="A line of RUN's ledger must have this hash, which you kept elsewhere.")
 @click.option("--junit", type=click.Path(path_type=Path), metavar="FILE", help="Write the gates as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the gates as JSON.")
 def command(
@@ -37,6 +41,8 @@ def command(
     min_accuracy: float | None,
     allow_unfinished: bool,
     require_bound: bool,
+    signed_by: Path | None,
+    head: str | None,
     junit: Path | None,
     as_json: bool,
 ) -> None:
@@ -57,11 +63,18 @@ def command(
     for name, value in asked.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; a limit that nothing exceeds is none.")
-    if not any(value is not None for value in asked.values()):
+    if not any(value is not None for value in (*asked.values(), signed_by, head)):
         raise ConfigError("nothing is asked of the run. Give --max-epsilon, --max-attack-psnr or --min-accuracy.")
     if neighbours is not None and max_epsilon is None:
         raise ConfigError("--neighbours says under which --max-epsilon is meant: give that too.")
-    limits = Limits(neighbours=neighbours, unfinished=allow_unfinished, bound=require_bound, **asked)
+    limits = Limits(
+        neighbours=neighbours,
+        unfinished=allow_unfinished,
+        bound=require_bound,
+        signed_by=signed_by,
+        head=head,
+        **asked,
+    )
     facts = [read_run(path) for path in runs]
     gates = [gate for run in facts for gate in judge(run, limits)]
     if junit is not None:
@@ -72,7 +85,7 @@ def command(
     else:
         for gate in gates:
             click.echo(f"{'pass' if gate.passed else 'FAIL'}  {gate.run}  {gate.name}: {gate.reason}")
-    if any(run.ledger_problem is not None or run.contradictions for run in facts):
+    if any(run.ledger_problem is not None or run.contradictions for run in facts) or any(g.invalid for g in gates):
         sys.exit(4)
     if not all(gate.passed for gate in gates):
         sys.exit(1)
