@@ -67,6 +67,8 @@ def attack(
     *,
     dataset: str = "digits",
     data_dir: str | None = None,
+    model_factory: str | None = None,
+    data_factory: str | None = None,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> AttackResult:
@@ -74,6 +76,7 @@ def attack(
 
     ``settings`` are those of :class:`gradveil.attacks.trial.AttackConfig`: attack, strategy, victims, view, clip,
     sigma, iterations, seed, device. A run has its own strategy, steps and batch size; what is found is kept in it.
+    ``model_factory`` and ``data_factory`` ("module:function") rebuild a run of your own model that did not record them.
 
     >>> found = attack(attack="cpl", strategy="non-private", victims=2, iterations=20)
     >>> bool(found.score.summary()["psnr_median"] > 30)
@@ -86,11 +89,11 @@ def attack(
         return trial.run(trial.AttackConfig(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
     from gradveil.attacks.from_run import load_target
 
-    target = load_target(Path(run), data_dir=data_dir)
+    target = load_target(Path(run), data_dir=data_dir, model_factory=model_factory, data_factory=data_factory)
     tried = target.settings(settings)
     outcome = target.attack(tried, progress)
     where = Path(run) / ATTACKS / f"{tried.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
-    keep_attack([outcome], where, dataset=target.config.dataset, model=target.config.model, run=Path(run))
+    keep_attack([outcome], where, dataset=target.data.name, model=target.network, run=Path(run))
     return outcome
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
+from gradveil.attacks.own_run import OwnRun
 from gradveil.attacks.trial import AttackConfig, AttackResult, run
 from gradveil.clipping.groups import Clipping, make_groups
 from gradveil.errors import ConfigError, RunDirectoryError
@@ -30,7 +31,8 @@ class Target:
 
     model: nn.Module
     data: DataSet
-    config: RunConfig
+    network: str  # its name
+    batch_size: int
     plan: PrivacyPlan
     step: int  # the next to be released; the last one where the run is complete
     rule_state: Mapping[str, Tensor]  # where quantile-clip and adaclip have moved their bounds to
@@ -43,7 +45,7 @@ class Target:
             "strategy": self.plan.strategy.name,
             "steps": self.plan.steps,
             "step": self.step,
-            "training_batch": self.config.batch_size,
+            "training_batch": self.batch_size,
             "clipping": self.clipping,
         }
         if self.plan.strategy.is_private:
@@ -75,26 +77,29 @@ class Target:
         )
 
 
-def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
-    """Read a run directory; refused where it has no checkpoint, or its files contradict its ledger."""
+def load_target(
+    run_dir: Path, *, data_dir: str | None = None, model_factory: str | None = None, data_factory: str | None = None
+) -> Target:
+    """Read a run directory; refused where it has no checkpoint, or its files contradict its ledger.
+
+    Of a run of somebody's own model the functions that make model and data are those that the run recorded, or these.
+    """
     run = RunDirectory.open(run_dir)
-    contents, config = read_recorded(run)
+    contents, recorded = read_recorded(run)
     checkpoint = run.newest_checkpoint()
     if checkpoint is None:
         raise RunDirectoryError(
             f"the run in {run_dir} has no checkpoint, so there is no model to attack. Let it get to its first one "
-            "(gradveil train --checkpoint-every), or attack an untrained network (leave the run out)."
+            "(gradveil train --checkpoint-every; PrivacyEngine(model_factory=...) and close() of an engine), or attack "
+            "an untrained network (leave the run out)."
         )
-    if config.features != "none" or config.views > 1:
-        what = (
-            f"features {config.features!r}" if config.features != "none" else f"{config.views} views of every example"
-        )
-        raise ConfigError(
-            f"the run in {run_dir} was trained on {what}, and attacks are written for models on the examples "
-            "themselves: what they found would say nothing about that run. Attack one without features and views."
-        )
-    loaded = data.load(config.dataset, data_dir=data_dir or config.data_dir)
-    model = models.build(config.model, loaded, dropout=config.dropout, activation=config.activation)
+    if isinstance(recorded, RunConfig):
+        if model_factory is not None or data_factory is not None:
+            raise ConfigError(f"the run in {run_dir} names its own network and data set: leave --model and --data out.")
+        (model, loaded), options, network = _of_config(run_dir, recorded, data_dir), recorded.options, recorded.model
+    else:
+        own = OwnRun.of(recorded, model_factory, data_factory)
+        model, loaded, options, network = own.model(), own.data(), dict(own.options), own.model_factory
     tensors = safetensors.torch.load(run.read_tensors(checkpoint))
     state, rule_state = (
         {name.removeprefix(part): t for name, t in tensors.items() if name.startswith(part)}
@@ -105,13 +110,25 @@ def load_target(run_dir: Path, *, data_dir: str | None = None) -> Target:
     except RuntimeError as error:
         raise RunDirectoryError(f"the checkpoint is of another model than the run records: {error}") from None
     model.eval()  # gradients as the attacker can compute them: no dropout
-    clipping = clipping_of(contents)
+    clipping, plan = clipping_of(contents), plan_of(contents.header)
     groups = tuple(group.name for group in make_groups(model, clipping))
     if groups != contents.header.groups:
         raise RunDirectoryError(
             f"the model has the clipping groups {', '.join(groups)}, and the ledger's are "
             f"{', '.join(contents.header.groups)}: it is not the model of this run."
         )
-    plan = plan_of(contents.header)
-    step = min(checkpoint.step, plan.steps - 1)
-    return Target(model, loaded, config, plan, step, rule_state, clipping, config.options)
+    step, batch_size = min(checkpoint.step, plan.steps - 1), round(contents.header.expected_batch_size)
+    return Target(model, loaded, network, batch_size, plan, step, rule_state, clipping, options)
+
+
+def _of_config(run_dir: Path, config: RunConfig, data_dir: str | None) -> tuple[nn.Module, DataSet]:
+    if config.features != "none" or config.views > 1:
+        what = (
+            f"features {config.features!r}" if config.features != "none" else f"{config.views} views of every example"
+        )
+        raise ConfigError(
+            f"the run in {run_dir} was trained on {what}, and attacks are written for models on the examples "
+            "themselves: what they found would say nothing about that run. Attack one without features and views."
+        )
+    loaded = data.load(config.dataset, data_dir=data_dir or config.data_dir)
+    return models.build(config.model, loaded, dropout=config.dropout, activation=config.activation), loaded

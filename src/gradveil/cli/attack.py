@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, help="Of victims, weights, noise and starts.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
+@click.option("--data", "data_factory", metavar="PKG:FUNCTION", help="Of a RUN of your own model: makes x, y.")
 @file_options
 @click.option(
     "--out",
@@ -69,6 +70,7 @@ def command(
     strategy: str | None,
     compare: str | None,
     data_dir: str | None,
+    data_factory: str | None,
     out: Path | None,
     as_json: bool,
     **rest: Any,
@@ -77,6 +79,8 @@ def command(
 
     Of an untrained network or, with RUN, of the model that a run has trained so far, at its next step. Prints one row
     for each strategy and writes result.json and a picture of the first victim.
+
+    A RUN of your own model names the functions that make model and data, or --model and --data do.
 
     With --model and --gradients or --captured, of your own model: what of --clip, --sigma, --sensitivity, --batch-size
     and --observe is given says how the gradients were released (nothing: undefended), and what comes back is judged
@@ -90,18 +94,22 @@ def command(
     from gradveil.training import data
 
     ctx = click.get_current_context()
-    if given(ctx) & FILE_OPTIONS:
+    own_run = run_dir is not None and given(ctx) & FILE_OPTIONS == {"model"}
+    if given(ctx) & FILE_OPTIONS and not own_run:
         attack_files(files_from(ctx), out, as_json)
         return
+    model = rest["model"]
     rest = {name: value for name, value in rest.items() if name not in FILE_OPTIONS}
+    if data_factory is not None and run_dir is None:
+        raise ConfigError("--data makes the data of a RUN of your own model: give the run too.")
     names = compare.split(",") if compare else [strategy] if strategy else []
     chosen = [strategies.get(name.strip()).name for name in names]
     outcomes = []
     if run_dir is not None:
-        target = load_target(run_dir, data_dir=data_dir)
-        if dataset is not None and dataset != target.config.dataset:
-            raise ConfigError(f"the run was trained on {target.config.dataset}, not on {dataset}: leave --dataset out.")
-        dataset, model_name = target.config.dataset, target.config.model
+        target = load_target(run_dir, data_dir=data_dir, model_factory=model, data_factory=data_factory)
+        if dataset is not None and dataset != target.data.name:
+            raise ConfigError(f"the run was trained on {target.data.name}, not on {dataset}: leave --dataset out.")
+        dataset, model_name = target.data.name, target.network
         settled = target.recorded().keys() - given(ctx)  # at their defaults on the command line: the run has its own
         for name in chosen or [target.plan.strategy.name]:
             trial = target.settings({"strategy": name} | {k: v for k, v in rest.items() if k not in settled})

@@ -18,6 +18,7 @@ state_dict keys. :meth:`PrivacyEngine.detach` removes every trace of the engine.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
+from gradveil.engine import run_files
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
@@ -87,7 +89,12 @@ class PrivacyEngine:
                         is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
         stopping        "public": when training ends is decided without the private data, and the steps taken are
                         charged; otherwise all declared steps are, since the loop sees what was released
-        run_dir         where the ledger is kept; must not hold one already, unless ``resume``
+        run_dir         where the ledger is kept, with settings, environment and what is logged (:meth:`log`); must not
+                        hold one already, unless ``resume``
+        model_factory   "module:function" that makes the model: with it the weights are kept at the end, and
+                        ``gradveil attack RUN`` and ``audit RUN`` can rebuild it
+        data_factory    "module:function" that returns inputs and labels, for the same
+        about           texts about the run: purpose, data, unit, tuning, sign_off; shown in the report
         durability      "write": a killed process has spent what its ledger says; "fsync": a power cut too
         seed            makes the run repeatable; anyone who knows it can subtract the noise
 
@@ -128,6 +135,9 @@ class PrivacyEngine:
         stopping: str = "none",
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
+        model_factory: str | None = None,
+        data_factory: str | None = None,
+        about: Mapping[str, str] | None = None,
         durability: Durability = "write",
         seed: int | None = None,
     ) -> None:
@@ -161,6 +171,9 @@ class PrivacyEngine:
         )
         self.options = {name: plain_number(name, value) for name, value in (options or {}).items()}
         self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.model_factory, self.data_factory = model_factory, data_factory
+        self.about = run_files.checked_about(about)
+        self._began = time.perf_counter()
         self.ranks = processes.current()
         self._plan: PrivacyPlan | None = None
         if self.settings.epsilon is None and self.settings.steps is not None:
@@ -385,6 +398,8 @@ class PrivacyEngine:
             durability=self.settings.durability,
         )
         self._run_key = self._key.bound_to(self._book.ledger.header.salt)
+        if self.ranks.is_first:
+            run_files.begin(self)
 
     # ---- the loop
 
@@ -683,9 +698,18 @@ class PrivacyEngine:
             "nothing yet."
         )
 
+    def log(self, **metrics: Any) -> None:
+        """Write a record of the run so far to metrics.jsonl: ``engine.log(accuracy=0.93, loss=0.2)``.
+
+        ``accuracy`` is what reports, comparisons and gates show. Measure it on other data than the training data: no
+        epsilon covers what is computed from those.
+        """
+        run_files.log(self, metrics)
+
     def close(self, reason: str = "finished") -> None:
-        """Note the end of the run in the ledger, and detach."""
+        """Note the end of the run in the ledger, and detach. With a ``model_factory``, the weights are kept."""
         if self._book is not None:
+            run_files.end(self)
             self._book.end(reason)
         self.detach()
 

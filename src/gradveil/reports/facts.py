@@ -21,7 +21,7 @@ from gradveil._files import number_or_none
 from gradveil.accounting import Statement, statement_of
 from gradveil.accounting._checks import trusted
 from gradveil.accounting.ledger import Contents
-from gradveil.accounting.manifest import BAD, FileState, bound_files, file_states
+from gradveil.accounting.manifest import BAD, FileState, bound_files, file_states, settings_of
 from gradveil.errors import DataError, GradveilError, LedgerError, RunDirectoryError
 from gradveil.training.config import RunConfig, read_toml
 from gradveil.training.recorded import contradictions
@@ -89,6 +89,7 @@ class RunFacts:
     ledger_problem: str | None
     attacks: Sequence[AttackFacts]
     audit: Mapping[str, Any] | None
+    own: Mapping[str, Any] | None = None  # config.toml of an engine's own run
     problems: Sequence[str] = field(default=())  # of other files, in words
     statement: Statement | None = None  # from the ledger, the audit beside it; None where that cannot be trusted
     writer: str | None = None  # the process that is writing to the run, in words: it is still running
@@ -102,6 +103,14 @@ class RunFacts:
         if self.contents is not None:
             return self.contents.header.strategy
         return self.config.strategy if self.config is not None else "unknown"
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What was said about the run (purpose, data, unit, tuning, sign_off), in its ledger or else in config.toml."""
+        told = None if self.contents is None else (settings_of(self.contents) or {}).get("about")
+        if told is None:
+            told = (self.own or {}).get("about") if self.config is None else self.config.about
+        return {str(k): str(v) for k, v in told.items()} if isinstance(told, Mapping) else {}
 
     @property
     def is_private(self) -> bool:
@@ -196,10 +205,12 @@ def read_run(path: Path) -> RunFacts:
             "gradveil train wrote, or the run_dir of a PrivacyEngine."
         )
     problems: list[str] = []
-    config = None
+    config, own = None, None
     if run.config.exists():
         try:
-            config = RunConfig.check(read_toml(run.config))
+            told = read_toml(run.config)
+            own = told if isinstance(told.get("engine"), dict) else None  # of an engine around somebody's own loop
+            config = RunConfig.check(told) if own is None else None
         except GradveilError as error:
             problems.append(f"config.toml: {error}")
     writer = run.writer()
@@ -214,6 +225,7 @@ def read_run(path: Path) -> RunFacts:
     return RunFacts(
         path=path,
         config=config,
+        own=own,
         environment=_noted(problems, lambda: _optional(run.environment), {}),
         metrics=run.read_metrics(problems, running=writer is not None),
         contents=contents,

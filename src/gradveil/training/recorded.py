@@ -69,14 +69,21 @@ def config_of(contents: Contents, config: RunConfig | None) -> RunConfig:
     return found.model_copy(update=changes)
 
 
-def read_recorded(run: RunDirectory) -> tuple[Contents, RunConfig]:
-    """The verified ledger of a run, and the settings it records; refused where the run directory contradicts them."""
+def read_recorded(run: RunDirectory) -> tuple[Contents, RunConfig | Mapping[str, Any]]:
+    """The verified ledger of a run, and the settings it records; refused where the run directory contradicts them.
+
+    Of a run of somebody's own model: the settings of its engine, as the ledger has them.
+    """
     contents = run.verified_ledger()
     check_files(run.path, contents)
-    config = RunConfig.check(read_toml(run.config)) if run.config.exists() else None
+    own = settings_of(contents)
+    is_own = own is not None and isinstance(own.get("engine"), Mapping)
+    config = RunConfig.check(read_toml(run.config)) if run.config.exists() and not is_own else None
     wrong = contradictions(contents, config=config, metrics=run.read_metrics(), checkpoint=_newest_step(run))
     if wrong:
         raise LedgerError(f"{run.path} contradicts its ledger: {' '.join(wrong)} Nothing can be taken from it.")
+    if own is not None and is_own:
+        return contents, own
     return contents, config_of(contents, config)
 
 
