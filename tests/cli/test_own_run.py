@@ -103,6 +103,9 @@ def test_the_whole_session(gradveil, run):
     assert done.code == 0, done.out
     done = gradveil("verify", run)
     assert done.code == 0 and "not bound:" not in done.out, done.out
+    for form in ("registry", "model-card", "cyclonedx", "statement"):
+        done = gradveil("export", run, "--to", form)
+        assert done.code == 0 and "to be tested" in done.out, done.err
     row = json.loads(gradveil("compare", run, "--json").out)[0]
     assert row["accuracy"] > 0.05 and row["attack"] == "map" and row["epsilon_audited"] is not None
 

@@ -23,6 +23,7 @@ _COMMANDS = {
     "reproduce": "Rerun the tables and figures of the paper, published values beside measured ones.",
     "compare": "Runs side by side: accuracy, the three epsilons, noise, attacks.",
     "report": "One HTML page that shows what is proved, what leaks and what was not tested.",
+    "export": "A run for a registry, a model hub, a bill of materials, or another program.",
     "check": "A gate: exit 1 and the reason where a run exceeds its limits.",
     "sign": "Sign a run's ledger, and with it every file that it names.",
     "verify": "Check a run's ledger and files, and who signed them.",
