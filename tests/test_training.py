@@ -246,7 +246,7 @@ def test_metrics_are_one_json_object_per_look_with_the_steps_in_order(
     assert found[-1]["accuracy"] == result.accuracy
     for metric in found:
         assert math.isfinite(metric["loss"]) and 0 <= metric["accuracy"] <= 1
-        assert metric["epsilon"] > 0 and metric["epsilon_kind"] == "proved (RDP)"
+        assert metric["epsilon"] > 0 and metric["epsilon_kind"] == "proved (PLD)"
         assert metric["noise_std"] == pytest.approx(metric["sigma"] * metric["clip"])
     assert [m["epsilon"] for m in found] == sorted(m["epsilon"] for m in found)
     assert found[-1]["epsilon"] >= result.statement.proved.epsilon

@@ -242,7 +242,7 @@ class Ledger:
         """Write a note, as a release is written.
 
         Kinds: "check" (evidence of an independence check), "public" (a pass over data declared public), "spent" (what
-        a checkpoint brought along; written by :meth:`import_spent`).
+        a checkpoint brought along; written by :meth:`import_spent`), "settings" and "file" (manifest.py).
         """
         if kind not in NOTES:
             raise UnknownNameError("kind of note", kind, NOTES)

@@ -13,8 +13,8 @@ import click
 
 from gradveil.accounting._checks import trusted
 from gradveil.accounting.ledger import Contents
-from gradveil.cli._output import number, table
-from gradveil.errors import ConfigError
+from gradveil.cli._output import number, table, upper
+from gradveil.errors import ConfigError, RunDirectoryError
 from gradveil.mechanism import schedules
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
 from gradveil.training.run_directory import RunDirectory
@@ -30,6 +30,11 @@ def open_run(run: Path) -> Contents:
 
     if run.is_file():
         return steady(lambda: ledger.read(run), run, lambda contents: contents.torn)
+    if not run.exists():
+        raise RunDirectoryError(
+            f"{run} is not a run directory: there is nothing at that path. Give the directory that gradveil train "
+            "wrote, the run_dir of a PrivacyEngine, or a ledger."
+        )
     return RunDirectory(run).verified_ledger()
 
 
@@ -140,8 +145,7 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     extra = [f"--{n.replace('_', '-')}" for n in flags if n != "delta"]
     if extra:
         raise ConfigError(
-            f"{run} records how it was noised and sampled, and {', '.join(extra)} would say it again. Give either a "
-            "run or parameters."
+            f"{run} records how it was noised and sampled: leave {', '.join(extra)} out, or give parameters and no run."
         )
     if "delta" in flags:
         accounting.check_delta(flags["delta"])
@@ -207,7 +211,7 @@ def _print(account: _Account) -> None:
     click.echo(f"{account.title}\n\nProved epsilon at delta = {account.delta:g}")
     table(
         ["neighbours", "PLD", "RDP"],
-        [[names[n], *(number(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
+        [[names[n], *(upper(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
     )
     whole = [p for v in views.values() for p in v.values()]
     for reason in dict.fromkeys(p.reason for p in whole if p.reason is not None):
@@ -231,4 +235,4 @@ def _print(account: _Account) -> None:
 
 
 def _gamma(value: float | None) -> str:
-    return "no bound" if value is None else number(value)
+    return "no bound" if value is None else upper(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gradveil.cli._options import shape
-from gradveil.cli._output import number, table
+from gradveil.cli._output import table, upper
 
 if TYPE_CHECKING:
     from gradveil.attacks.preflight import Preflight
@@ -107,7 +107,7 @@ def _print_attacks(found: Preflight) -> None:
                 t.attack,
                 t.note or t.reached,
                 "-" if t.success is None else f"{t.success:.0%}",
-                number(t.bound, 3),
+                upper(t.bound, 3),
                 str(t.iterations),
                 f"{t.seconds:.1f}",
             ]

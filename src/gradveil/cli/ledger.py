@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 
+from gradveil.accounting.ledger import Contents
+from gradveil.accounting.manifest import FileState, State, file_states
 from gradveil.cli._output import number, table
 from gradveil.cli.account import open_run
+from gradveil.errors import LedgerError, RunDirectoryError
 from gradveil.mechanism.records import Release
+from gradveil.reports.facts import read_run
 from gradveil.training.run_directory import RunDirectory
 
 
@@ -20,23 +26,68 @@ def command() -> None:
 
 @command.command("verify")
 @click.argument("run", type=click.Path(path_type=Path))
+@click.option("--key", type=click.Path(path_type=Path), metavar="PUB", help="RUN must be signed by this public key.")
+@click.option("--head", metavar="HASH", help="A line of the ledger must have this hash, which you kept elsewhere.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(run: Path, as_json: bool) -> None:
-    """Verify hashes, chain and newest checkpoint. Exit code 4 if anything does not match."""
+def verify(run: Path, key: Path | None, head: str | None, as_json: bool) -> None:
+    """Check every line's hash, the chain, and every file that the ledger names. Exit code 4 if anything is off.
+
+    Says which files are bound to the ledger, and which are not. A chain of hashes shows that a line or a file was
+    changed; that the whole directory was not written anew, only a signature (--key; exit code 1 where there is none by
+    that key) or a head kept elsewhere (--head) shows.
+    """
     contents = open_run(run)
     writer = RunDirectory(run.parent if run.is_file() else run).writer() if contents.ended is None else None
+    files = file_states(run, contents) if run.is_dir() else []
+    wrong = list(read_run(run).contradictions) if run.is_dir() else []
     if as_json:
-        facts = {
-            "valid": True,
-            "lines": contents.length,
-            "releases": len(contents.releases),
-            "head": contents.head,
-            "half_written_last_line": contents.torn,
-            "ended": contents.ended,
-            "running": writer is not None,
-        }
-        click.echo(json.dumps(facts))
-        return
+        click.echo(json.dumps(_facts(contents, files, wrong) | {"running": writer is not None}))
+    else:
+        _print(contents, files, writer)
+    if wrong:
+        raise LedgerError(f"{run} is not as its ledger says: {' '.join(wrong)}")
+    for told in authenticated(run, contents, key, head):
+        click.echo(told, err=as_json)
+
+
+def verified(run: Path) -> Contents:
+    """The ledger of a run directory in which nothing is wrong."""
+    contents = open_run(run)
+    if not run.is_dir():
+        raise RunDirectoryError(f"{run} is a file: give the run directory, whose files the ledger names.")
+    if wrong := read_run(run).contradictions:
+        raise LedgerError(f"{run} is not as its ledger says: {' '.join(wrong)}")
+    return contents
+
+
+def authenticated(run: Path, contents: Contents, key: Path | None, head: str | None) -> Iterator[str]:
+    """What a key and a head that were kept elsewhere show, in sentences; refused where they do not fit."""
+    from gradveil.reports import signatures
+
+    if key is not None:
+        found = signatures.verify(run, contents, key)
+        yield f"signed by {found.key}: {found.lines} lines"
+        if found.later:
+            yield f"bound later, not signed: {', '.join(found.later)}"
+    if head is not None:
+        number = signatures.head_line(run.parent if run.is_file() else run, contents, head)
+        yield f"head {head[:16]} is that of line {number} of {contents.length}"
+
+
+def _facts(contents: Contents, files: list[FileState], wrong: list[str]) -> dict[str, Any]:
+    return {
+        "valid": not wrong,
+        "problems": wrong,
+        "lines": contents.length,
+        "releases": len(contents.releases),
+        "head": contents.head,
+        "half_written_last_line": contents.torn,
+        "ended": contents.ended,
+        "files": [{"path": file.path, "state": file.state, "why": file.why} for file in files],
+    }
+
+
+def _print(contents: Contents, files: list[FileState], writer: object) -> None:
     click.echo(f"ledger valid: {contents.length} lines, {len(contents.releases)} releases, head {contents.head[:16]}")
     if contents.torn:
         click.echo(
@@ -49,6 +100,12 @@ def verify(run: Path, as_json: bool) -> None:
         click.echo("the run has not ended: it was interrupted. To go on: gradveil train --resume RUN")
     else:
         click.echo(f"the run ended: {contents.ended}")
+    for state in get_args(State):
+        named = [f"{file.path}{file.why and f' ({file.why})'}" for file in files if file.state == state]
+        if named:
+            click.echo(f"{state + ':':<13}{f'{chr(10)}{chr(32) * 13}'.join(named)}")
+    if files and not any(file.state == "bound" for file in files):
+        click.echo("the ledger binds no file: an older version wrote it, or an engine that was given a ledger alone.")
 
 
 @command.command("show")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number
+from gradveil.cli._output import number, upper
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism import schedules, strategies
 from gradveil.mechanism.records import SAMPLINGS
@@ -210,7 +210,7 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
             if p.accuracy is not None:
                 figures += f" acc {p.accuracy:.3f}"
             if p.epsilon is not None:
-                figures += f" eps {p.epsilon.value:.3f} {p.epsilon.kind}"
+                figures += f" eps {upper(p.epsilon.value)} {p.epsilon.kind}"
             bar.update(task, total=p.steps, completed=p.step, figures=figures, steps=p.steps)
 
         return run(tell, settings)  # type: ignore[no-any-return]
@@ -236,5 +236,8 @@ def report(result: Result, as_json: bool) -> None:
         )
     if result.not_finite_examples:
         click.echo(f"not finite        {result.not_finite_examples} per-example gradients counted as zero")
+    if result.ledger_head is not None:
+        click.echo(f"ledger head       {result.ledger_head}")
+        click.echo("                  keep it elsewhere: gradveil check --head tells a rewritten ledger by it")
     click.echo()
     click.echo(str(result.statement))

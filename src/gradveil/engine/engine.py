@@ -7,6 +7,7 @@ and optimizer stay the same objects, with the same state_dict keys; ``detach`` r
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
 from gradveil.clipping.validation.spot_checks import tensors_held_by
-from gradveil.engine import resume, setup
+from gradveil.engine import resume, run_files, setup
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
 from gradveil.engine.guards import check_optimizer
@@ -77,7 +78,11 @@ class PrivacyEngine:
         allow_unproved: Allow settings without a proof; a budget is then of the published epsilon (MA).
         stopping: "public" declares that the end of training does not depend on private data: only the steps taken are
             charged. Otherwise all declared steps are, since the loop sees what was released.
-        run_dir, resume: Directory of the ledger; must not contain one, unless ``resume``.
+        run_dir, resume: Directory of the ledger, settings, environment and logged metrics (:meth:`log`); must not
+            contain a ledger, unless ``resume``.
+        model_factory, data_factory: "module:function" that builds the model, and that returns inputs and labels: with
+            them the weights are kept at the end, and ``gradveil attack RUN`` and ``audit RUN`` can rebuild the run.
+        about: Texts about the run, shown in the report: purpose, data, unit, tuning, sign_off.
         durability: "write": a killed process has spent what its ledger says; "fsync": a power cut, too.
         noise: "lattice": private in floating point, too, on the CPU (docs/noise.md); "float": in half the time, not
             proved down to the last bit; "auto": "lattice" where it costs at most 3 % of a step (batches from 500).
@@ -122,6 +127,9 @@ class PrivacyEngine:
         stopping: str = "none",
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
+        model_factory: str | None = None,
+        data_factory: str | None = None,
+        about: Mapping[str, str] | None = None,
         durability: Durability = "write",
         noise: str = "auto",
         seed: int | None = None,
@@ -157,6 +165,9 @@ class PrivacyEngine:
         )
         self.options = {name: plain_number(name, value) for name, value in (options or {}).items()}
         self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.model_factory, self.data_factory = model_factory, data_factory
+        self.about = run_files.checked_about(about)
+        self._began = time.perf_counter()
         self.ranks = processes.current()
         self._plan: PrivacyPlan | None = None
         if self.settings.epsilon is None and self.settings.steps is not None:
@@ -437,9 +448,18 @@ class PrivacyEngine:
         """
         resume.load_state_dict(self, state)
 
+    def log(self, **metrics: Any) -> None:
+        """Write a record of the run so far to metrics.jsonl: ``engine.log(accuracy=0.93, loss=0.2)``.
+
+        ``accuracy`` is what reports, comparisons and gates show. Measure it on other data than the training data: no
+        epsilon covers what is computed from those.
+        """
+        run_files.log(self, metrics)
+
     def close(self, reason: str = "finished") -> None:
-        """Record the end of the run in the ledger, and detach."""
+        """Record the end of the run in the ledger, and detach. With a ``model_factory``, the weights are kept."""
         if self._release_log is not None:
+            run_files.end(self)
             self._release_log.end(reason)
         self.detach()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.finite_precision import is_covered
 from gradveil.clipping import Clipper, sharding
+from gradveil.engine import run_files
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.guards import BudgetGuard, fingerprint
 from gradveil.engine.header import run_header
@@ -154,6 +155,8 @@ def open_log(engine: PrivacyEngine) -> None:
             "privacy settings: leave noise out, or start a new run."
         )
     engine._run_key = engine._key.bound_to(engine._release_log.ledger.header.salt)
+    if engine.ranks.is_first:
+        run_files.begin(engine)
 
 
 def _digest(ranks: Ranks | None, grads: list[Tensor]) -> str:

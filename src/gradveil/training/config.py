@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,6 +84,7 @@ class RunConfig(BaseModel):
     evaluate_every: int | None = Field(default=None, ge=1)
     checkpoint_every: int | None = Field(default=None, ge=1)
     data_dir: str | None = None
+    about: dict[str, str] = Field(default_factory=dict)  # purpose, data, unit, tuning, sign_off: shown in the report
 
     def plan_settings(self) -> dict[str, Any]:
         """The public plan of the run: the arguments of :func:`gradveil.mechanism.strategies.parameters`."""
@@ -136,17 +138,18 @@ class RunConfig(BaseModel):
 
     def digest(self) -> str:
         """A hash of everything that can change a result; checkpoints carry it."""
-        free = ("data_dir", "device", "evaluate_every", "checkpoint_every", "physical_batch_size")
+        free = ("about", "data_dir", "device", "evaluate_every", "checkpoint_every", "physical_batch_size")
         fixed = {k: v for k, v in self.settings().items() if k not in free}
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
         """The text of config.toml."""
         settings = self.settings()
-        table = settings.pop("options", {})
+        tables = {name: settings.pop(name, {}) for name in ("options", "about")}
         lines = [f"{key} = {_toml(value)}" for key, value in settings.items()]
-        if table:
-            lines += ["", "[options]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+        for name, table in tables.items():
+            if table:
+                lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
 
@@ -181,6 +184,10 @@ def _check_views(config: RunConfig) -> None:
             f"features = {config.features!r} was given with augment = {augment!r} and views = {views}: features are "
             "computed once, before training. augment = 'flip' with views = 2 is what can be computed ahead."
         )
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:

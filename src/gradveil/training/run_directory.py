@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,14 +123,24 @@ class RunDirectory:
 
     # ---- checkpoints
 
-    def save_checkpoint(self, step: int, tensors: bytes, facts: Mapping[str, Any]) -> None:
+    def save_checkpoint(
+        self,
+        step: int,
+        tensors: bytes,
+        facts: Mapping[str, Any],
+        bind: Callable[[str, bytes], None] = lambda path, data: None,
+    ) -> None:
+        """``bind`` is told of each file, by its path in the run directory, before it is written."""
         stem = f"step-{step:08d}"
         self.checkpoints.mkdir(exist_ok=True)
-        write_whole(self.checkpoints / f"{stem}.safetensors", tensors)
         complete = {**facts, "step": step, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
         complete["tensors_bytes"] = len(tensors)
         complete["facts_sha256"] = _facts_hash(complete)
-        write_whole(self.checkpoints / f"{stem}.json", json.dumps(complete, indent=1).encode())
+        files = {f"{stem}.safetensors": tensors, f"{stem}.json": json.dumps(complete, indent=1).encode()}
+        for name, data in files.items():
+            bind(f"{self.checkpoints.name}/{name}", data)
+        for name, data in files.items():
+            write_whole(self.checkpoints / name, data)
         for old in self.list_checkpoints()[:-KEEP_CHECKPOINTS]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
