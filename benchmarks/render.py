@@ -23,7 +23,7 @@ from tables import ABSENT, RESULTS, ROOT, load, table
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
     "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
-    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md",
+    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md", "docs/accounting.md",
 )  # fmt: skip
 # ---- README.md
 
@@ -249,6 +249,26 @@ def features_tried() -> str:
     return f"{said}\n\n{table(head, rows)}"
 
 
+def filter_price() -> str:
+    """What a privacy filter costs against the PLD of the same noises."""
+    data = load("filter_price")
+    if data is None:
+        return ABSENT
+    head = ["sample rate", "steps", *(f"epsilon {e:g} by PLD" for e in data["epsilons"])]
+    rows = [
+        [
+            f"{row['rate']:g}",
+            f"{row['steps']}",
+            *(
+                f"{c['filter']:.3f} (+{c['price']:.1%}; sigma {c['sigma']:.2f}, order {c['order']:g})"
+                for c in row["cells"]
+            ),
+        ]
+        for row in data["rows"]
+    ]
+    return f"Epsilon by the filter; `{data['machine']['command']}`.\n\n{table(head, rows)}"
+
+
 def cost_model() -> str:
     data = load("cost_model")
     if data is None:
@@ -293,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cost_model": cost_model,
     "features_tried": features_tried,
     "audit_bounds": audit_bounds,
+    "filter_price": filter_price,
     "zoo_counts": zoo_tables.zoo_counts,
     "zoo_exceptions": zoo_tables.zoo_exceptions,
     "any_network": zoo_tables.any_network,

@@ -39,7 +39,7 @@ def renderer(monkeypatch):
     return importlib.import_module("render")
 
 
-RENDERED = ("performance", "attacks", "auditing", "reproduction", "recipes", "scaling", "strategies")
+RENDERED = ("performance", "attacks", "auditing", "reproduction", "recipes", "scaling", "strategies", "accounting")
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{page}.md" for page in RENDERED)])

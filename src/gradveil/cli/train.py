@@ -33,7 +33,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--dataset", help="Data set (gradveil datasets lists them).  [default: digits]")
 @_option(
     "--features",
-    type=click.Choice(["none", "scattering", "balanced-scattering"]),
+    type=click.Choice(["none", "scattering", "balanced-scattering", "centred-scattering"]),
     help="What the model is given.  [default: none]",
 )
 @_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
@@ -65,6 +65,11 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--fixed-variance", is_flag=True, help="Constant noise std: sigma_t = varsigma / S_t.")
 @_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
 @_option("--budget", type=float, help="Refuse the step that would spend more than this proved epsilon.")
+@_option(
+    "--accountant",
+    type=click.Choice(["PLD", "filter"]),
+    help="filter: noise and the last step may follow released values.  [default: PLD; filter for dyn-adaptive]",
+)
 @_option("--allow-unproved", is_flag=True, help="Allow what has no proof: shuffling, a published budget.")
 @_option("--stop-at-accuracy", type=float, help="Stop when the test accuracy reaches this.")
 @_option(

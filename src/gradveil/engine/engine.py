@@ -35,7 +35,7 @@ from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
-from gradveil.engine.guards import BudgetGuard, check_optimizer, fingerprint
+from gradveil.engine.guards import BudgetGuard, FilterGuard, check_optimizer, fingerprint
 from gradveil.engine.header import run_header
 from gradveil.engine.layout import Layout
 from gradveil.engine.plain import HiddenGradients, PlainStep
@@ -85,6 +85,8 @@ class PrivacyEngine:
                         the first batches, at steps that cannot be foreseen; 1 checks every batch, 0 only the first
         budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
                         is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
+        accountant      "PLD" (default): noise and number of steps are declared in advance; "filter": a privacy filter,
+                        under which noise, bounds and the last step may follow released values (docs: Accounting)
         stopping        "public": when training ends is decided without the private data, and the steps taken are
                         charged; otherwise all declared steps are, since the loop sees what was released
         run_dir         where the ledger is kept; must not hold one already, unless ``resume``
@@ -125,6 +127,7 @@ class PrivacyEngine:
         spot_checks: float = 0.02,
         budget: float | None = None,
         allow_unproved: bool = False,
+        accountant: str | None = None,
         stopping: str = "none",
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
@@ -155,6 +158,7 @@ class PrivacyEngine:
             budget=budget,
             allow_unproved=allow_unproved,
             stopping=stopping,
+            accountant=accountant,
             drops_examples=drops_examples,
             spot_checks=spot_checks,
             durability=durability,
@@ -171,6 +175,7 @@ class PrivacyEngine:
         self._private: PrivateStep | None = None
         self._plain: PlainStep | None = None
         self._book: ReleaseLog | None = None
+        self._stopped: str | None = None  # why the run ends before its declared steps
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
@@ -272,6 +277,7 @@ class PrivacyEngine:
             hand_out=self._hand_out,
             like=source.like,
             parts=self._equal_parts if self._sharded else None,
+            stopped=lambda: self.stopped is not None,
         )
         return module, optimizer, loader
 
@@ -304,6 +310,7 @@ class PrivacyEngine:
             delta=self.delta,
             side_of=lambda plan: self._make_rule(plan).side_inverse_square,
             least=self.settings.least_sigma,
+            accountant="RDP" if self.settings.filters else None,
         )
         self._plan = self.settings.plan(steps=steps, sigma=sigma)
 
@@ -379,12 +386,18 @@ class PrivacyEngine:
             self.run_dir,
             resume=self._resume,
             ranks=self.ranks,
-            budget=BudgetGuard(self.settings.budget, self.plan, len(self.groups), side, published=published),
+            budget=self._budget_guard(side, published=published),
             digest=partial(_digest, self.ranks if self._sharded else None),
             seeded=self._key.seeded,
             durability=self.settings.durability,
         )
         self._run_key = self._key.bound_to(self._book.ledger.header.salt)
+
+    def _budget_guard(self, side: float, *, published: bool) -> BudgetGuard:
+        budget, groups = self.settings.budget, len(self.groups)
+        if self.settings.filters:
+            return FilterGuard(budget, self.plan, groups, side, lambda step: None)
+        return BudgetGuard(budget, self.plan, groups, side, published=published)
 
     # ---- the loop
 
@@ -411,6 +424,10 @@ class PrivacyEngine:
             raise BudgetExhausted(
                 f"the run declared {self.plan.steps} steps and has taken them all: a further loop over the loader "
                 "would be empty. Declare more steps, or epochs, from the start."
+            )
+        if self.stopped is not None:
+            raise BudgetExhausted(
+                f"the run was stopped: {self.stopped}. A further loop over the loader would be empty."
             )
         self._check_attached()
         loop = self._batches.start()
@@ -683,10 +700,24 @@ class PrivacyEngine:
             "nothing yet."
         )
 
-    def close(self, reason: str = "finished") -> None:
+    def stop(self, reason: str = "stopped by the training loop") -> None:
+        """End the run after the current step: the loader hands out no further batch.
+
+        May be called because of anything that was released. With ``accountant="filter"`` that costs nothing: the run
+        is charged its filter's budget, wherever it ends. Otherwise all declared steps stay charged, unless
+        ``stopping="public"``.
+        """
+        self._stopped = reason
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ends before its declared steps; None while it goes on."""
+        return self._stopped
+
+    def close(self, reason: str | None = None) -> None:
         """Note the end of the run in the ledger, and detach."""
         if self._book is not None:
-            self._book.end(reason)
+            self._book.end(reason or self.stopped or "finished")
         self.detach()
 
     def detach(self) -> None:

@@ -27,7 +27,8 @@ def run_header(engine: PrivacyEngine, side: float) -> RunHeader:
         seeded=engine._key.seeded,
         plan=engine.plan.to_plan()
         | {"side_inverse_square": side, "group_sizes": _group_sizes(engine)}
-        | _stated_settings(engine),
+        | _stated_settings(engine)
+        | (_filters(engine, side) if engine.settings.filters else {}),
         salt=_salt(engine),
         stopping=engine.settings.stopping,
         gradveil_version=__version__,
@@ -46,6 +47,23 @@ def _stated_settings(engine: PrivacyEngine) -> dict[str, Any]:
     if engine.settings.drops_examples:
         found["drops_examples"] = True
     return found
+
+
+def _filters(engine: PrivacyEngine, side: float) -> dict[str, Any]:
+    from gradveil.accounting import filter as filters
+    from gradveil.accounting.plan import plan_filters
+
+    found = plan_filters(
+        engine.plan,
+        groups=len(engine.groups),
+        side_inverse_square=side,
+        sampling=engine.sampling.name,
+        population=engine.sampling.population,
+        batch_size=engine.sampling.batch_size,
+        delta=engine.delta,
+        epsilon=engine.settings.target,
+    )
+    return {filters.NAME: filters.to_plan(found)}
 
 
 def _group_sizes(engine: PrivacyEngine) -> list[int]:

@@ -274,6 +274,7 @@ class _Session:
             # A run that was interrupted is charged for the steps it repeats: it still keeps to its target.
             "budget": config.budget if config.budget is not None else config.epsilon,
             "allow_unproved": config.allow_unproved,
+            "accountant": config.accountant,
             "stopping": "none" if config.stop_at_accuracy is None else config.stop_data,
             "seed": self._noise_seed(),
         }
@@ -404,6 +405,8 @@ class _Session:
                 away += time.perf_counter() - now
         except BudgetExhausted as reason:
             ended, exhausted = str(reason), True
+        if engine.stopped is not None:
+            ended = engine.stopped
         if not exhausted and self._reached(accuracy):
             ended = f"stopped at test accuracy {accuracy:.4f}, step {step} of {config.steps}"
         seconds = time.perf_counter() - started - away
