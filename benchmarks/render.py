@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -269,6 +270,44 @@ def filter_price() -> str:
     return f"Epsilon by the filter; `{data['machine']['command']}`.\n\n{table(head, rows)}"
 
 
+def adaptive() -> str:
+    """dyn-adaptive beside the other proved strategies, each at its best learning rate."""
+    data = load("adaptive")
+    if data is None:
+        return ABSENT
+    rows = []
+    for name, setting in data["settings"].items():
+        mine = [row for row in data["rows"] if row["setting"] == name]
+        for epsilon in setting["epsilons"]:
+            for strategy in dict.fromkeys(row["strategy"] for row in mine):
+                here = [row for row in mine if (row["epsilon"], row["strategy"]) == (epsilon, strategy)]
+                by_rate = {lr: [row for row in here if row["lr"] == lr] for lr in setting["lrs"]}
+                by_rate = {lr: found for lr, found in by_rate.items() if found}
+                if not by_rate:
+                    continue
+                lr, best = max(by_rate.items(), key=lambda kv: statistics.fmean(row["accuracy"] for row in kv[1]))
+                accuracies = [row["accuracy"] for row in best]
+                spread = f"{min(accuracies):.4f} to {max(accuracies):.4f}"
+                rows.append(
+                    [
+                        name,
+                        f"{epsilon:g}",
+                        strategy,
+                        f"{statistics.fmean(accuracies):.4f}",
+                        spread,
+                        f"{len(best)}",
+                        f"{lr:g}",
+                    ]
+                )
+    told = "; ".join(
+        f"{name}: {s['run']['model']}, B = {s['run']['batch_size']}, {s['run']['steps']} steps, {s['held_out']} "
+        f"training examples held out, rates {', '.join(f'{lr:g}' for lr in s['lrs'])}"
+        for name, s in data["settings"].items()
+    )
+    head = ["set", "epsilon", "strategy", "held-out accuracy", "seeds from, to", "seeds", "best rate"]
+    return f"{told}. 2 CPU cores; `{data['machine']['command']}`.\n\n{table(head, rows)}"
+
+
 def cost_model() -> str:
     data = load("cost_model")
     if data is None:
@@ -314,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "features_tried": features_tried,
     "audit_bounds": audit_bounds,
     "filter_price": filter_price,
+    "adaptive": adaptive,
     "zoo_counts": zoo_tables.zoo_counts,
     "zoo_exceptions": zoo_tables.zoo_exceptions,
     "any_network": zoo_tables.any_network,

@@ -19,7 +19,7 @@ def test_the_readmes_loop_runs_and_changes_at_most_six_lines(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(blocks) == 2
     assert sum("# new" in line for line in blocks[1].splitlines()) <= 6
-    exec(compile("\n".join(blocks), "README.md", "exec"), {"__name__": "readme"})
+    exec(compile("\n".join(blocks), "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
     printed = capsys.readouterr().out
     assert "Proved:" in printed
     assert "not a guarantee" in printed
@@ -98,7 +98,7 @@ def test_every_code_block_of_a_page_runs(name, tmp_path, monkeypatch):
     if not blocks:
         pytest.skip("no code on this page")
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks), name, "exec"), {"__name__": "page"})
+    exec(compile("\n".join(blocks), name, "exec", dont_inherit=True), {"__name__": "page"})
 
 
 def test_every_page_is_in_the_sites_contents():

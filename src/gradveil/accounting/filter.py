@@ -158,12 +158,17 @@ class FilterAccountant:
         self.header, self.filters = header, filters_of(header)
         self.granted = [0.0] * len(self.filters)
         self._seen = 0
+        self._after: dict[int, list[float]] = {}  # granted up to a step, each step counted once
 
     def observe(self, releases: Sequence[Release]) -> FilterAccountant:
         """Count the releases that were not counted yet; ``releases`` are all of the run, in their order."""
         for release in releases[self._seen :]:
+            before = list(self.granted)
             for charge in release_charges(self.header, [release]):
                 self._add(charge, recovered=release.recovered)
+            so_far = self._after.get(release.step - 1, [0.0] * len(before))
+            costs = (now - then for now, then in zip(self.granted, before, strict=True))
+            self._after[release.step] = [a + b for a, b in zip(so_far, costs, strict=True)]
         self._seen = len(releases)
         return self
 
@@ -191,7 +196,14 @@ class FilterAccountant:
     @property
     def left(self) -> float:
         """The share of the budget that is left: the smallest over the filters."""
-        return max(0.0, min(1 - g / one.budget for one, g in zip(self.filters, self.granted, strict=True)))
+        return self._left(self.granted)
+
+    def left_after(self, step: int) -> float:
+        """The same at the time of a step, which a run that takes steps again does not change."""
+        return self._left(self._after.get(step, self.granted))
+
+    def _left(self, granted: Sequence[float]) -> float:
+        return max(0.0, min(1 - g / one.budget for one, g in zip(self.filters, granted, strict=True)))
 
 
 def filtered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -27,12 +28,32 @@ def _open(run: Path) -> Contents:
     return RunDirectory(run).verified_ledger()
 
 
+def _replayed(contents: Contents) -> int | None:
+    """How many releases have the noise that their rule gives for earlier ones; None where no rule chose it."""
+    from gradveil.mechanism import strategies
+    from gradveil.mechanism.adaptive import replay
+
+    declared = contents.header.plan.get("rule")
+    if declared is None or contents.header.strategy not in strategies.names():
+        return None  # the rule of a strategy that somebody has registered is in their code
+    rule = strategies.get(contents.header.strategy).rule
+    if rule is None or declared.get("name") != type(rule).__name__:
+        return None
+    fields = {name: value for name, value in declared.items() if name != "name"}
+    return replay(replace(rule, **fields), contents.header, contents.releases)
+
+
 @command.command("verify")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, as_json: bool) -> None:
-    """Check every line's hash, the chain, and the newest checkpoint's pin. Exit code 4 if anything is off."""
+    """Check every line's hash, the chain, and the newest checkpoint's pin. Exit code 4 if anything is off.
+
+    Where noise and bounds were chosen from releases (dyn-adaptive), they are computed again from what the ledger says
+    the rule had seen.
+    """
     contents = _open(run)
+    replayed = _replayed(contents)
     if as_json:
         facts = {
             "valid": True,
@@ -41,10 +62,13 @@ def verify(run: Path, as_json: bool) -> None:
             "head": contents.head,
             "half_written_last_line": contents.torn,
             "ended": contents.ended,
+            **({} if replayed is None else {"choices_replayed": replayed}),
         }
         click.echo(json.dumps(facts))
         return
     click.echo(f"ledger valid: {contents.length} lines, {len(contents.releases)} releases, head {contents.head[:16]}")
+    if replayed is not None:
+        click.echo(f"noise and bounds of {replayed} releases follow from earlier releases and public settings alone")
     if contents.torn:
         click.echo(
             f"line {contents.length + 1} is half-written: the process was stopped while writing it. It counts as one "

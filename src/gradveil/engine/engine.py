@@ -44,6 +44,7 @@ from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
 from gradveil.mechanism import clip_bounds as bound_rules
+from gradveil.mechanism.adaptive_clip import AdaptiveClip
 from gradveil.mechanism.distributed import prepare as joining
 from gradveil.mechanism.distributed import ranks as processes
 from gradveil.mechanism.noise.streams import SecretKey
@@ -391,12 +392,23 @@ class PrivacyEngine:
             seeded=self._key.seeded,
             durability=self.settings.durability,
         )
+        if self.plan.strategy.rule is not None:
+            self._let_rule_ask()
         self._run_key = self._key.bound_to(self._book.ledger.header.salt)
+
+    def _let_rule_ask(self) -> None:
+        """An adaptive rule may know what its filter has granted, which follows from the ledger."""
+        guard = self._log.budget
+        assert isinstance(guard, FilterGuard) and isinstance(self.rule, AdaptiveClip)
+        self.rule.left = lambda step: guard.counted(self.header, self.ledger.releases).left_after(step)
+        self.rule.grants = lambda sigma: guard.counted(self.header, self.ledger.releases).grants(
+            guard.multiplier(sigma)
+        )
 
     def _budget_guard(self, side: float, *, published: bool) -> BudgetGuard:
         budget, groups = self.settings.budget, len(self.groups)
         if self.settings.filters:
-            return FilterGuard(budget, self.plan, groups, side, lambda step: None)
+            return FilterGuard(budget, self.plan, groups, side, self.rule.sigma)
         return BudgetGuard(budget, self.plan, groups, side, published=published)
 
     # ---- the loop
@@ -712,7 +724,7 @@ class PrivacyEngine:
     @property
     def stopped(self) -> str | None:
         """Why the run ends before its declared steps; None while it goes on."""
-        return self._stopped
+        return self._stopped or (None if self._private is None else self.rule.stop)
 
     def close(self, reason: str | None = None) -> None:
         """Note the end of the run in the ledger, and detach."""

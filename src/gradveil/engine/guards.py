@@ -172,8 +172,10 @@ class FilterGuard(BudgetGuard):
 
     def planned_multiplier(self, step: int) -> float:
         sigma = self._sigma_of(step)
-        if sigma is None:
-            return super().planned_multiplier(step)
+        return super().planned_multiplier(step) if sigma is None else self.multiplier(sigma)
+
+    def multiplier(self, sigma: float) -> float:
+        """The noise multiplier of a step at ``sigma``."""
         return planned_multiplier(groups=self.groups, sigma=sigma, clip=1.0, side_inverse_square=self.side)
 
     def counted(self, header: RunHeader, done: Sequence[Release]) -> FilterAccountant:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradveil import __version__
 from gradveil.engine.guards import salt
+from gradveil.mechanism.adaptive_clip import AdaptiveClip
 from gradveil.mechanism.records import RunHeader
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def _stated_settings(engine: PrivacyEngine) -> dict[str, Any]:
         found["budget"] = engine.settings.budget
     if engine.run_dir is not None:
         found["durability"] = engine.settings.durability
+    if engine.plan.strategy.rule is not None:
+        assert isinstance(engine.rule, AdaptiveClip)
+        found["rule"] = engine.rule.to_plan()
     if engine.settings.drops_examples:
         found["drops_examples"] = True
     return found

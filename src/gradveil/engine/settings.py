@@ -16,7 +16,7 @@ from gradveil.clipping import Clipping
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism.records import why_unproved
 from gradveil.mechanism.schedules import Schedule
-from gradveil.mechanism.strategies import PrivacyPlan, Strategy, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, Strategy, get, parameters
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")
@@ -94,11 +94,16 @@ class Settings:
                 "shuffled batches, so no epsilon would be proved. Use sampling='poisson', or ask for it explicitly "
                 "with allow_unproved=True (the statement will then say that nothing is proved)."
             )
-        if self.accountant == "filter" and (why is not None or self.sampling != "poisson" or not private):
+        if self.accountant == "PLD" and self._adapts:
             raise ConfigError(
-                f"accountant='filter' was given for strategy {plan.strategy.name!r} with {self.sampling} sampling. A "
-                "privacy filter is proved for Poisson sampling and noise that depends on released values only: choose "
-                "a proved strategy and sampling='poisson', or leave the accountant out."
+                f"accountant='PLD' was given for strategy {plan.strategy.name!r}, whose noise follows what was "
+                "released: only a privacy filter covers that. Leave the accountant out."
+            )
+        if self.filters and (why is not None or self.sampling != "poisson" or not private):
+            raise ConfigError(
+                f"strategy {plan.strategy.name!r} with {self.sampling} sampling cannot be held to a privacy filter, "
+                "which is proved for Poisson sampling and noise that depends on released values only. Choose a proved "
+                "strategy and sampling='poisson', or leave accountant='filter' out."
             )
         if self.epsilon is not None and self.sigma is not None:
             raise ConfigError(
@@ -120,7 +125,11 @@ class Settings:
     @property
     def filters(self) -> bool:
         """Whether the run is held to a privacy filter, so that its noise and its end may follow released values."""
-        return self.accountant == "filter"
+        return self.accountant == "filter" or (self.accountant is None and self._adapts)
+
+    @property
+    def _adapts(self) -> bool:
+        return get(self.strategy).noise == "adaptive"
 
     @property
     def target(self) -> float | None:
