@@ -99,6 +99,20 @@ def by_eval(self, seen, memory, public):
     return Choice(sigma=eval("1.0"), clip=seen.clip)
 
 
+def by_formatting(self, seen, memory, public):
+    return Choice(sigma=float("{0.after.__globals__[LEVEL]}".format(self)), clip=seen.clip)  # noqa: UP030, UP032
+
+
+def through_a_frame(self, seen, memory, public):
+    return Choice(sigma=float(len((x for x in memory).gi_frame.f_back.f_globals)), clip=seen.clip)
+
+
+def changes_a_global(self, seen, memory, public):
+    global LEVEL
+    LEVEL = seen.left
+    return Choice(sigma=1.0, clip=seen.clip)
+
+
 def nested(self, seen, memory, public):
     return Choice(sigma=max(float(PRIVATE[i]) for i in range(3)), clip=seen.clip)
 
@@ -119,6 +133,9 @@ def keeps_a_secret(self, seen, memory, public):
         through_a_helper,
         through_dunders,
         by_eval,
+        by_formatting,
+        through_a_frame,
+        changes_a_global,
         nested,
         keeps_a_secret,
     ],
@@ -324,6 +341,18 @@ def test_a_seeded_run_goes_back_to_a_checkpoint_and_repeats_itself():
             break
     assert [(r.sigma, r.clip, r.digest) for r in engine.releases[8:11]] == first
     assert replay(engine.rule.rule, engine.header, engine.releases) == 11
+
+
+def test_a_rule_must_give_a_bound_for_every_group():
+    def after(self, seen, memory, public):
+        return Choice(sigma=public.sigma, clip=(1.0,))
+
+    mine = Strategy(
+        name="short", bounds="adaptive", sensitivity="clip", noise="adaptive", summary="", rule=rule_of(after)
+    )
+    engine, *rest = start(strategy=mine)
+    with pytest.raises(ConfigError, match="chose 1 clip bounds for 2 clipping groups"):
+        run(engine, *rest)
 
 
 def test_a_run_ends_where_its_rule_stops():

@@ -24,7 +24,7 @@ import dataclasses
 import dis
 import math
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,20 +171,27 @@ _BUILTINS = frozenset(
     | {"round", "sorted", "sum", "super", "tuple", "zip", "True", "False", "None", "ValueError", "ArithmeticError"}
 )
 _OURS = (Choice, PublicSettings, ReleasedStep, AdaptiveRule)
+# Attributes that a rule may use, beside its own fields and methods: frames, code and classes are reached by others.
+_ATTRIBUTES = frozenset(
+    {field.name for kind in _OURS for field in dataclasses.fields(kind)}
+    | {name for name in vars(math) if not name.startswith("_")}
+    | {"append", "count", "extend", "first", "after", "index", "insert", "pop", "reverse", "sort"}
+)
 
 
 def check_rule(rule: AdaptiveRule) -> None:
     """Refuse a rule that could read something other than what it is given.
 
-    It must be a frozen dataclass of numbers. Its methods may use ``math``, arithmetic builtins, constants, and
-    functions that do the same; no closures, imports, other globals, or names with double underscores. That is a
-    check against mistakes, made where a strategy is registered; no check in Python stops code that means to deceive.
+    It must be a frozen dataclass of numbers. Its methods may use ``math``, arithmetic builtins, constants, functions
+    that do the same, and the attributes of what they are given; no closures, no imports, no other globals and no other
+    attributes. What is checked is their code as it is when the strategy is made.
     """
     kind = type(rule)
     parameters = getattr(kind, "__dataclass_params__", None)
     if not isinstance(rule, AdaptiveRule) or parameters is None or not parameters.frozen:
         raise _refused(kind.__name__, "it is not a frozen dataclass of AdaptiveRule")
     fields = {field.name for field in dataclasses.fields(rule)}
+    allowed = _ATTRIBUTES | fields | {name for name in dir(kind) if not name.startswith("_")}
     for name, value in vars(rule).items():
         if name not in fields or not (_is_number(value) or isinstance(value, str)):
             raise _refused(kind.__name__, f"its field {name!r} is {type(value).__name__}, not a number")
@@ -193,7 +200,7 @@ def check_rule(rule: AdaptiveRule) -> None:
             continue
         for name, value in vars(parent).items():
             if isinstance(value, types.FunctionType) and not _is_generated(name):
-                _check_function(value, kind.__name__, set())
+                _check_function(value, kind.__name__, allowed, set())
             elif not name.startswith("__") and not (_is_number(value) or isinstance(value, str | types.FunctionType)):
                 raise _refused(kind.__name__, f"its attribute {name!r} is {type(value).__name__}, not a number")
 
@@ -203,7 +210,7 @@ def _is_generated(name: str) -> bool:
     return name.startswith("__") and name not in ("__post_init__", "__new__", "__getattribute__", "__getattr__")
 
 
-def _check_function(function: types.FunctionType, whose: str, seen: set[Any]) -> None:
+def _check_function(function: types.FunctionType, whose: str, allowed: Set[str], seen: set[Any]) -> None:
     if function in seen:
         return
     seen.add(function)
@@ -217,19 +224,22 @@ def _check_function(function: types.FunctionType, whose: str, seen: set[Any]) ->
         for found in dis.get_instructions(code):
             if found.opname.startswith("IMPORT"):
                 raise _refused(whose, f"{where} imports {found.argval!r}")
-            if found.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and str(found.argval).startswith("_"):
+            if found.opname.endswith(("_ATTR", "_METHOD")) and found.argval not in allowed:
                 raise _refused(whose, f"{where} uses the attribute {found.argval!r}")
-            if found.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-                _check_global(function, str(found.argval), whose, where, seen)
+            if found.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                raise _refused(whose, f"{where} changes the global {found.argval!r}")
+            if found.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                _check_global(function, str(found.argval), whose, allowed, seen)
 
 
-def _check_global(function: types.FunctionType, name: str, whose: str, where: str, seen: set[Any]) -> None:
+def _check_global(function: types.FunctionType, name: str, whose: str, allowed: Set[str], seen: set[Any]) -> None:
+    where = f"{function.__name__}()"
     value = function.__globals__.get(name, _MISSING)
     if value is _MISSING:
         if name not in _BUILTINS:
             raise _refused(whose, f"{where} uses {name!r}")
     elif isinstance(value, types.FunctionType):
-        _check_function(value, whose, seen)
+        _check_function(value, whose, allowed, seen)
     elif not (value is math or value in _OURS or _is_constant(value)):
         raise _refused(whose, f"{where} uses the global {name!r}, a {type(value).__name__}")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradveil.clipping import Group
+from gradveil.errors import ConfigError
 from gradveil.mechanism import adaptive
 from gradveil.mechanism.clip_bounds import BoundRule
 from gradveil.mechanism.records import AuxiliaryRelease
@@ -54,7 +55,13 @@ class AdaptiveClip(BoundRule):
         return {"name": type(self.rule).__name__, **asdict(self.rule)}
 
     def _choose(self) -> None:
-        self.choice = adaptive.chosen(self.rule, self.public, self.chosen_from)
+        choice = adaptive.chosen(self.rule, self.public, self.chosen_from)
+        if len(choice.clip) != len(self.public.sizes):
+            raise ConfigError(
+                f"the rule {type(self.rule).__name__} chose {len(choice.clip)} clip bounds for "
+                f"{len(self.public.sizes)} clipping groups. Give one for each: tuple(... for c in seen.clip)."
+            )
+        self.choice = choice
 
     def bounds(self, step: int) -> tuple[float, ...]:
         return self.choice.clip

@@ -454,6 +454,8 @@ class _Session:
         if not engine.plan.strategy.is_private or not engine.releases:
             return None
         neighbours, _ = default_view(engine.header.sampling)
+        if engine.header.plan.get("filter") is not None:  # charged from the first release on
+            return Epsilon("proved (filter)", proved_epsilon(engine.header, engine.releases).epsilon)
         proved = proved_epsilon(
             engine.header, engine.releases, neighbours=neighbours, accountant="RDP", charge="taken"
         ).epsilon
