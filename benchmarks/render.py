@@ -308,6 +308,30 @@ def adaptive() -> str:
     return f"{told}. 2 CPU cores; `{data['machine']['command']}`.\n\n{table(head, rows)}"
 
 
+def adaclip_spread() -> str:
+    """The growth of AdaClip's squared spread in a step, predicted and measured."""
+    data = load("adaclip_spread")
+    if data is None:
+        return ABSENT
+    rows = [
+        [
+            row["layer"],
+            f"{row['coordinates']}",
+            f"{row['batch']}",
+            f"{row['sigma']:g}",
+            f"{row['predicted']:.3f}",
+            f"{row['measured']:.3f}",
+        ]
+        for row in data["rows"]
+    ]
+    head = ["layer", "coordinates", "B", "sigma", "s^2 grows in a step by, predicted", "measured"]
+    told = (
+        f"All examples clipped, random directions, {data['steps']} steps; the prediction is for equal spreads, which "
+        "stay equal only where they shrink. "
+    )
+    return f"{told}`{data['machine']['command']}`.\n\n{table(head, rows)}"
+
+
 def cost_model() -> str:
     data = load("cost_model")
     if data is None:
@@ -354,6 +378,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "audit_bounds": audit_bounds,
     "filter_price": filter_price,
     "adaptive": adaptive,
+    "adaclip_spread": adaclip_spread,
     "zoo_counts": zoo_tables.zoo_counts,
     "zoo_exceptions": zoo_tables.zoo_exceptions,
     "any_network": zoo_tables.any_network,
