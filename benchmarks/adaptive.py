@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "momentum": 0.9,
         },
         "epsilons": (0.823,),
-        "lrs": (0.5, 1.0, 2.0),
+        "lrs": (1.0, 2.0, 4.0, 8.0),
         "held_out": 5000,
     },
 }

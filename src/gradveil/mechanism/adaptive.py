@@ -128,15 +128,15 @@ class SignalRule(AdaptiveRule):
 
     Until a signal is found (five standard deviations of its estimate), its share counts as 1 and the bound is the
     ceiling.
-    Training stops where a signal that was there is below ``gone`` of them.
+    Training stops where a signal that was there is below ``gone`` of them: by default, where its average is negative.
     """
 
     smoothing: float = 0.95
     spare: float = 1.0
-    clip_power: float = 0.5
-    clip_floor: float = 0.3
-    clip_end: float = 0.5
-    gone: float = 0.5
+    clip_power: float = 0.25
+    clip_floor: float = 0.5
+    clip_end: float = 0.7
+    gone: float = 0.0
 
     def after(self, seen: ReleasedStep, memory: tuple[float, ...], public: PublicSettings) -> Choice:
         mean, weight, peak, spread = memory or (0.0, 0.0, 0.0, 0.0)
