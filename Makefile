@@ -76,6 +76,7 @@ zoo: $(STAMP)
 
 bench-cuda: $(PEERS)
 	$(BIN)/python benchmarks/speed.py --device cuda --seconds 5 --out $(RESULTS)/speed_cuda.json
+	$(BIN)/python benchmarks/any_network_cuda.py --seconds 10 --out $(RESULTS)/any_network_cuda.json
 	$(BIN)/python benchmarks/scaling.py --device cuda --seconds 1 --out $(RESULTS)/scaling_cuda.json
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python benchmarks/render.py

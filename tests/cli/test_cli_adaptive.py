@@ -54,3 +54,12 @@ def test_what_has_no_filter_is_refused(gradveil):
         got = gradveil("train", *SMALL, *more)
         assert got.code == 2
         assert "Traceback" not in got.err
+
+
+def test_the_report_names_the_filter_where_it_speaks_of_stopping(gradveil, tmp_path):
+    run = tmp_path / "run"
+    assert gradveil("train", *SMALL, "--strategy", "dyn-adaptive", "--run-dir", str(run)).code == 0
+    assert gradveil("report", str(run)).code == 0
+    page = (run / "report.html").read_text()
+    assert "charged the whole budget of a Renyi filter" in page
+    assert "declared steps are charged, taken or not" not in page

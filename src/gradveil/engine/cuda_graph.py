@@ -87,7 +87,7 @@ class CapturedStep:
         self._batch: tuple[int, int] | None = None  # of which loop and step there is a part in the gradients
         self._in_graph = False  # whether the gradients are those of a graph
         self._hidden = HiddenGradients()  # between the parts of a batch: sums without noise
-        engine._count_lost_from(self._gathered.take_lost)
+        _take_steps_of(engine, self._gathered)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""
@@ -115,6 +115,7 @@ class CapturedStep:
         self._hidden.show()
         self._batch = None if last else this
         self._gathered.examples = count + (self._gathered.examples if begun else 0)
+        engine._batches.count(self._gathered.examples)
         finishing = last and self._finish.prepare() == "at once"
         totals: list[Tensor] = []
         start = 0
@@ -139,6 +140,7 @@ class CapturedStep:
     def _give_up(self) -> None:
         """A step that was refused or broken off: what stands in ``.grad`` may lack its noise."""
         self._batch, self._in_graph = None, False
+        self.engine._batches.give_up()
         self._hidden = HiddenGradients()
         for parameter in self.engine.parameters.values():
             parameter.grad = None
@@ -182,6 +184,18 @@ class CapturedStep:
                 piece.work()
                 piece.rounds += 1
         here.wait_stream(side)
+
+
+def _take_steps_of(engine: PrivacyEngine, gathered: Gathered) -> None:
+    """From here on the engine's steps run in CUDA graphs, which count examples that are not finite on the GPU."""
+    if engine._recorder is not None and engine._recorder.left:
+        raise ConfigError(
+            "record_gradients has steps left to record, and a CUDA-graph step updates the weights in the graph that "
+            "makes the release: there is no moment to record it. Train eagerly until they are recorded."
+        )
+    engine._in_graphs = True
+    if engine._private is not None:
+        engine._private.not_finite.elsewhere = gathered.take_lost
 
 
 def _per_example(loss: Loss) -> Loss:

@@ -320,7 +320,7 @@ class Finish(Piece):
                 self._step.log.give_digest(self._digest)
             self._learn()
         else:
-            engine._count_plain_step()
+            engine._loop.count_plain_step()
         if not self._updates():
             self._update()
 

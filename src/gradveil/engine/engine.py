@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,29 +29,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.ledger import Durability, Ledger
-from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
+from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
-from gradveil.engine.backward import accumulator, backward_ended
+from gradveil.clipping.validation.spot_checks import tensors_held_by
+from gradveil.engine import resume, setup
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
-from gradveil.engine.guards import BudgetGuard, FilterGuard, check_optimizer, fingerprint
-from gradveil.engine.header import run_header
+from gradveil.engine.guards import check_optimizer
 from gradveil.engine.layout import Layout
-from gradveil.engine.plain import HiddenGradients, PlainStep
+from gradveil.engine.loop import Loop
+from gradveil.engine.plain import PlainStep
 from gradveil.engine.release_log import ReleaseLog
 from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
-from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
-from gradveil.mechanism import clip_bounds as bound_rules
-from gradveil.mechanism.adaptive_clip import AdaptiveClip
-from gradveil.mechanism.distributed import prepare as joining
+from gradveil.errors import ConfigError, PrivacyViolation
+from gradveil.mechanism.distributed import prepare
 from gradveil.mechanism.distributed import ranks as processes
 from gradveil.mechanism.noise.streams import SecretKey
 from gradveil.mechanism.records import Release, RunHeader
-from gradveil.mechanism.release import Releaser
-from gradveil.mechanism.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, check_no_repeats, source_of
+from gradveil.mechanism.sampling import PrivateLoader, Sampling, check_no_repeats, source_of
 from gradveil.mechanism.schedules import Schedule
 from gradveil.mechanism.strategies import PrivacyPlan, Strategy
 
@@ -101,6 +99,9 @@ class PrivacyEngine:
         rows = torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)   # not torch.cat: it would mix examples
         F.cross_entropy(model(rows), y.repeat_interleave(2)).backward()
     """
+
+    _run_key: SecretKey  # bound to the run
+    _epoch: int  # batches of one
 
     def __init__(
         self,
@@ -175,21 +176,16 @@ class PrivacyEngine:
         self._clipper: Clipper | None = None
         self._private: PrivateStep | None = None
         self._plain: PlainStep | None = None
-        self._book: ReleaseLog | None = None
-        self._stopped: str | None = None  # why the run ends before its declared steps
+        self._release_log: ReleaseLog | None = None
+        self._stopped: str | None = None
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
-        self._in_graphs = False  # whether a CUDA-graph step was made (captured.py)
+        self._in_graphs = False  # whether a CUDA-graph step was made (cuda_graph.py)
         self._in_update = False  # it takes the optimizer's step
-        self._hidden = HiddenGradients()
+        self._loop = Loop(self)
         self._pins: set[tuple[int, str]] = set()  # ledger lengths and heads that checkpoints of this process hold
-        exists = self.run_dir is not None and self.ranks.is_first and (self.run_dir / ledgers.FILE_NAME).exists()
-        if exists and not resume:
-            raise RunDirectoryError(
-                f"{self.run_dir} holds a ledger already: a run directory belongs to one run, and a ledger is never "
-                "overwritten. Give another run_dir, or resume that run."
-            )
+        setup.check_run_directory(self)
 
     # ---- setting up
 
@@ -210,7 +206,7 @@ class PrivacyEngine:
 
         Other optimizers for the same parameters may be made at any time: ``.grad`` only ever holds what was released.
         """
-        if self._book is not None:
+        if self._release_log is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
         inner = processes.unwrapped(module)
         physical_batch_size = plain_number("physical_batch_size", physical_batch_size)
@@ -222,7 +218,7 @@ class PrivacyEngine:
         self.sampling = Sampling(
             name=self.settings.sampling, population=source.population, batch_size=source.batch_size
         )
-        self._declare_steps(source)
+        setup.declare_steps(self, source)
         private = self.plan.strategy.is_private
         if private and self.delta >= 1.0 / source.population:
             raise ConfigError(
@@ -234,274 +230,60 @@ class PrivacyEngine:
             check_no_repeats(source.dataset)
         self._layout = Layout(source.dataset, source.like.collate_fn if private and source.like is not None else None)
         self.module, self.optimizer, self.physical_batch_size = inner, optimizer, physical_batch_size
-        self._sharded = joining.is_cut(inner, self.plan.strategy)
+        self._sharded = prepare.is_cut(inner, self.plan.strategy)
         if self.ranks.several:
-            self._join(module)
+            setup.join(self, module)
         self.groups: tuple[Group, ...] = make_groups(inner, self.settings.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-        self._calibrate()
+        setup.calibrate(self)
         self._batches = Batches(
             self.sampling.name, views=self.settings.views, drops_examples=self.settings.drops_examples
         )
         self._drawn = Drawn(self._batches)
         if private:
-            self.rule = self._make_rule(self.plan)
-            self._clipper = self._make_clipper()  # before the ledger: a model that is refused leaves no run directory
+            self.rule = setup.make_rule(self, self.plan)
+            self._clipper = setup.make_clipper(
+                self
+            )  # before the ledger: a model that is refused leaves no run directory
         try:
-            self._open_book()
+            setup.open_log(self)
         except BaseException:
             self.detach()
             raise
         if private:
-            self._attach()
+            setup.attach(self)
         else:
             self._plain = PlainStep(
                 self.parameters,
                 self._batches,
                 self.ranks,
                 loss_reduction=self.settings.loss_reduction,
-                count=self._count_plain_step,
+                count=self._loop.count_plain_step,
             )
+        if not private or physical_batch_size is not None or self._sharded:
+            self._handles += [
+                optimizer.register_step_pre_hook(ModelHook(self._loop.before_step)),
+                optimizer.register_step_post_hook(ModelHook(self._loop.after_step)),
+            ]
         self._handles += [
-            optimizer.register_step_pre_hook(ModelHook(self._before_step)),
-            optimizer.register_step_post_hook(ModelHook(lambda *_: self._hidden.show())),
             inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
         ]
         loader = PrivateLoader(
             dataset=source.dataset,
             batch_size=source.batch_size,
-            draw=self._draw,
-            span=self._coming_steps,
+            draw=self._loop.draw,
+            span=self._loop.coming_steps,
             physical_batch_size=physical_batch_size,
-            start=self._start_loop,
-            finish=self._finish_loop,
-            hand_out=self._hand_out,
+            start=self._loop.start,
+            finish=self._loop.finish,
+            hand_out=self._loop.hand_out,
             like=source.like,
-            parts=self._equal_parts if self._sharded else None,
+            parts=self._loop.equal_parts if self._sharded else None,
             stopped=lambda: self.stopped is not None,
         )
         return module, optimizer, loader
 
-    def _declare_steps(self, source: Source) -> None:
-        """How long the run is, and the length of an epoch."""
-        self._epoch = source.batches
-        steps = self.settings.steps
-        if steps is None:
-            assert self.settings.epochs is not None
-            steps = self.settings.epochs * self._epoch
-        if self._plan is None:
-            # With a target epsilon, of any noise for now.
-            self._plan = self.settings.plan(steps=steps, sigma=self.settings.any_sigma)
-
-    def _calibrate(self) -> None:
-        """The sigma with which the whole run spends the epsilon that was asked for."""
-        from gradveil.accounting import calibrate_plan
-
-        target = self.settings.epsilon
-        if target is None:
-            return
-        steps = self.plan.steps
-        sigma = calibrate_plan(
-            target,
-            plan_of=lambda sigma: self.settings.plan(steps=steps, sigma=sigma),
-            groups=len(self.groups),
-            sampling=self.sampling.name,
-            population=self.sampling.population,
-            batch_size=self.sampling.batch_size,
-            delta=self.delta,
-            side_of=lambda plan: self._make_rule(plan).side_inverse_square,
-            least=self.settings.least_sigma,
-            accountant="RDP" if self.settings.filters else None,
-        )
-        self._plan = self.settings.plan(steps=steps, sigma=sigma)
-
-    def _make_rule(self, plan: PrivacyPlan) -> bound_rules.BoundRule:
-        return bound_rules.make_rule(
-            plan,
-            self.groups,
-            parameters={n: p.detach() for n, p in self.parameters.items()},
-            batch_size=float(self.sampling.batch_size),
-            options=self.options,
-        )
-
-    def _make_clipper(self) -> Clipper:
-        """Follows the model; refuses one that cannot be followed."""
-        clipper = Clipper(
-            self.module,
-            self.groups,
-            bounds=self.rule.bounds(0),
-            loss_reduction=self.settings.loss_reduction,
-            views=self.settings.views,
-        )
-        clipper.weighing.whitening, clipper.weighing.gamma = self.rule.whitening, self.rule.gamma
-        if self._sharded:
-            clipper.as_delivered = lambda name, total: sharding.added_up(self.parameters[name], total)
-            clipper.agree = self.ranks.all_agree
-        return clipper
-
-    def _attach(self) -> None:
-        """Release what the clipper has summed at the end of each backward pass."""
-        clipper = self._clipper
-        assert clipper is not None
-        in_noise_order = {name: self.parameters[name] for group in self.groups for name in group.parameters}
-        releaser = Releaser(
-            plan=self.plan,
-            rule=self.rule,
-            groups=self.groups,
-            parameters=in_noise_order,
-            sample_rate=self.sampling.rate,
-            batch_size=float(self.sampling.batch_size),
-            ranks=self.ranks,
-        )
-        self._private = PrivateStep(
-            key=self._run_key,
-            releaser=releaser,
-            log=self._log,
-            batches=self._batches,
-            clipper=clipper,
-            ranks=self.ranks,
-            steps=self.plan.steps,
-        )
-        clipper.checks.share = self.settings.spot_checks
-        clipper.checks.report = lambda seen: self.ledger.note("check", {"step": self.step, **seen})
-        clipper.on_end = partial(backward_ended, self, accumulator())
-        # After the clipper's own hook, which begins the pass.
-        self._handles.append(self.module.register_forward_pre_hook(ModelHook(self._see_call), with_kwargs=True))
-
-    def _equal_parts(self, here: int) -> int:
-        """Parts of a batch: as many on every rank, for the ranks call a model that is cut together."""
-        return int(self.ranks.highest([here], torch.empty(0))[0])
-
-    def _join(self, given: nn.Module) -> None:
-        """Where there are several ranks: the same key on all, and the model one of several."""
-        if not self._key.seeded:
-            self._key = self._key.told(self.ranks.from_first)
-        self.ranks.check_same("the seed", self._key.device_seed("same on all ranks").__repr__())
-        self._handles += joining.join(given, self.ranks)
-
-    def _open_book(self) -> None:
-        side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
-        published = self.settings.why_unproved(self.plan) is not None
-        self._book = ReleaseLog.open(
-            run_header(self, side),
-            self.run_dir,
-            resume=self._resume,
-            ranks=self.ranks,
-            budget=self._budget_guard(side, published=published),
-            digest=partial(_digest, self.ranks if self._sharded else None),
-            seeded=self._key.seeded,
-            durability=self.settings.durability,
-        )
-        if self.plan.strategy.rule is not None:
-            self._let_rule_ask()
-        self._run_key = self._key.bound_to(self._book.ledger.header.salt)
-
-    def _let_rule_ask(self) -> None:
-        """An adaptive rule may know what its filter has granted, which follows from the ledger."""
-        guard = self._log.budget
-        assert isinstance(guard, FilterGuard) and isinstance(self.rule, AdaptiveClip)
-        self.rule.left = lambda step: guard.counted(self.header, self.ledger.releases).left_after(step)
-        self.rule.grants = lambda sigma: guard.counted(self.header, self.ledger.releases).grants(
-            guard.multiplier(sigma)
-        )
-
-    def _budget_guard(self, side: float, *, published: bool) -> BudgetGuard:
-        budget, groups = self.settings.budget, len(self.groups)
-        if self.settings.filters:
-            return FilterGuard(budget, self.plan, groups, side, self.rule.sigma)
-        return BudgetGuard(budget, self.plan, groups, side, published=published)
-
     # ---- the loop
-
-    def _coming_steps(self) -> range:
-        """The steps of the next loop over the loader: the rest of the run, or of the epoch."""
-        end = self.plan.steps
-        if self.settings.epochs is not None:
-            end = min(end, (self.step // self._epoch + 1) * self._epoch)
-        return range(self.step, end)
-
-    def _draw(self, step: int) -> Indices:
-        if self.ranks.several:
-            return self.sampling.draw(self._run_key, step, self.ranks.share(self.sampling.population))
-        indices = self.sampling.draw(self._run_key, step)
-        again = 0
-        while not len(indices) and not self.plan.strategy.is_private:
-            again += 1  # plain training has nothing to do with an empty batch, and nothing to hide: draw another
-            indices = self.sampling.draw(self._run_key, step + again * (1 << 40))
-        return indices
-
-    def _start_loop(self) -> int:
-        """A new loop over the loader starts clean: nothing of an abandoned batch may enter the next release."""
-        if self.step >= self.plan.steps:
-            raise BudgetExhausted(
-                f"the run declared {self.plan.steps} steps and has taken them all: a further loop over the loader "
-                "would be empty. Declare more steps, or epochs, from the start."
-            )
-        if self.stopped is not None:
-            raise BudgetExhausted(
-                f"the run was stopped: {self.stopped}. A further loop over the loader would be empty."
-            )
-        self._check_attached()
-        loop = self._batches.start()
-        if self._private is not None:
-            self._private.check_process()
-            self._private.prepare()
-        if self._plain is not None:
-            self._plain.clear()
-            for parameter in self.parameters.values():
-                parameter.grad = None
-        return loop
-
-    def _hand_out(self, ticket: Ticket, loop: int, batch: Any) -> None:
-        if self._private is None:
-            self._batches.ticket = ticket
-            return
-        self._check_attached()
-        self._private.check_process()
-        self._batches.hand_out(ticket, loop=loop, step=self.step, counted=not self._in_graphs)
-        self._drawn.hand_out(batch)
-        if self._clipper is not None:
-            self._clipper.checks.not_batch_first = self._layout.misplaced(batch)
-
-    def _see_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        clipper = self._clipper
-        if clipper is not None and clipper.tracks and clipper._rehearsal is None and clipper._current is not None:
-            self._drawn.called(clipper._current, args, kwargs)
-
-    def _check_attached(self) -> None:
-        if self._private is not None and not self._handles:
-            raise PrivacyViolation(
-                "the engine was detached, or closed: gradients of further batches would be neither clipped nor noised. "
-                "Make a new PrivacyEngine."
-            )
-
-    def _finish_loop(self) -> None:
-        """The loader has no further batch: the last one must have been released like the others."""
-        if self._private is not None and self._batches.is_open:
-            raise self._batches.unreleased()
-        self._batches.clear()
-        self.commit()
-
-    def _before_step(self, *_: Any) -> None:
-        """Before the optimizer's step. Of a private run: while parts of a batch are still to come, it finds nothing."""
-        if self._in_update:
-            return
-        if self._plain is not None:
-            self._take_plain_step(self._plain)
-        elif self._batches.in_parts:
-            self._hidden.hide(list(self.parameters.values()))
-
-    def _take_plain_step(self, plain: PlainStep) -> None:
-        if self._recorder is not None:
-            self._recorder.see_part({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
-        plain()
-        if self._recorder is not None:
-            self._recorder.see_plain_step()
-
-    def _count_plain_step(self) -> None:
-        """A step without privacy was taken."""
-        self._plain_steps += 1
-        self._batches.clear()
 
     @contextmanager
     def public_data(self, note: str = "") -> Iterator[None]:
@@ -528,9 +310,8 @@ class PrivacyEngine:
         """
         clipper, ticket = self._clipper, self._batches.ticket
         if clipper is not None and ticket is not None and self._batches.is_open:
-            clipper.checks.whole_step(
-                lambda batch: clipper.rehearse(lambda: loss_fn(*batch).backward()), batch, ticket.size
-            )
+            rehearse = partial(_rehearse, clipper, loss_fn)
+            clipper.checks.whole_step(rehearse, batch, ticket.size, holds=tensors_held_by(loss_fn))
         self.optimizer.zero_grad()
         loss = loss_fn(*batch)
         loss.backward()
@@ -546,19 +327,10 @@ class PrivacyEngine:
         view    "batch", what is released; "per-example", "per-example-noised" with physical_batch_size=1
 
         The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
-        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see recording.py.
+        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see record_gradients.py.
         """
         from gradveil.engine.record_gradients import Recorder
 
-        if self._in_graphs:
-            raise ConfigError(
-                "this engine's steps run in CUDA graphs (gradveil.cuda_graph_step), which update the weights as they "
-                "make the release: there is no moment to record it. Record from an eager loop."
-            )
-        if self._recorder is not None and self._recorder.left:
-            raise ConfigError(
-                f"record_gradients is recording to {self._recorder.path}: wait for its steps, or stop() it."
-            )
         self._recorder = Recorder(self, path, steps=steps, view=view)
         return self._recorder
 
@@ -583,14 +355,13 @@ class PrivacyEngine:
     @property
     def is_set_up(self) -> bool:
         """Whether make_private was called."""
-        return self._book is not None
+        return self._release_log is not None
 
     @property
     def _log(self) -> ReleaseLog:
-        """Where releases are written down."""
-        if self._book is None:
+        if self._release_log is None:
             raise ConfigError("the engine has no run yet: call make_private first.")
-        return self._book
+        return self._release_log
 
     @property
     def ledger(self) -> Ledger:
@@ -612,7 +383,7 @@ class PrivacyEngine:
         All declared steps are charged from the first release on, unless ``stopping="public"``: a loop that sees what
         was released may stop because of it.
         """
-        return 0.0 if self._book is None else self.statement().proved.epsilon
+        return 0.0 if self._release_log is None else self.statement().proved.epsilon
 
     @property
     def non_finite_examples(self) -> int:
@@ -630,19 +401,17 @@ class PrivacyEngine:
     def __repr__(self) -> str:
         chosen = self.settings.strategy
         name = chosen if isinstance(chosen, str) else chosen.name
-        if self._book is None:
+        if self._release_log is None:
             return f"PrivacyEngine({name}, not set up)"
         return f"PrivacyEngine({name}, step {self.step} of {self.plan.steps}, delta={self.delta:g})"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        text = str(self.statement()) if self._book is not None else repr(self)
+        text = str(self.statement()) if self._release_log is not None else repr(self)
         return f"<pre>{escape(text)}</pre>"
 
     def commit(self) -> None:
         """Bring the ledger to disk (fsync); called by itself before checkpoints and statements."""
-        if self._book is not None:
+        if self._release_log is not None:
             self.ledger.commit()
 
     def statement(self) -> Statement:
@@ -660,17 +429,7 @@ class PrivacyEngine:
         Holds no seed and no generator state. An engine that has the run's ledger goes on from it; one that has a new
         ledger takes over what was spent, so that its budget and statement are right.
         """
-        self.commit()
-        ledger = self.ledger
-        rule = self.rule.state_dict() if self.plan.strategy.is_private else {}
-        self._pins.add((ledger.length, ledger.head))
-        return {
-            "step": self.step,
-            "ledger_length": ledger.length,
-            "ledger_head": ledger.head,
-            "rule": rule,
-            "spent": ledger.export_spent(),
-        }
+        return resume.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. Releases that the ledger holds beyond it stay charged.
@@ -679,45 +438,13 @@ class PrivacyEngine:
         spent: earlier steps would not be charged. Refused too where the checkpoint's run declared steps that this one
         would not charge: a run that may have stopped on released values is charged for all it declared.
         """
-        step = int(state["step"])
-        if not 0 <= step <= self.plan.steps:
-            raise ConfigError(f"the checkpoint is of step {step}, the run has {self.plan.steps}.")
-        self._take_over_spent(state)
-        if self._private is None:
-            self._plain_steps = step
-            self._batches.start()
-            return
-        if not self._run_key.seeded:
-            # Steps already released may come again: with a new key, samples are independent of theirs.
-            self._run_key = SecretKey().told(self.ranks.from_first)
-            self._private.renew(self._run_key)
-        self._log.go_on()
-        self._batches.start()  # loops that are under way draw for steps of before
-        self._private.index = step
-        self.rule.load_state_dict(state["rule"])
-        self._private.prepare()
-
-    def _take_over_spent(self, state: Mapping[str, Any]) -> None:
-        ledger, pin = self.ledger, (int(state["ledger_length"]), str(state["ledger_head"]))
-        if self.ranks.from_first(lambda: pin in self._pins or ledger.holds(*pin)):
-            return
-        spent = state.get("spent")
-        if spent is not None and (not ledger.releases or ledger.took_over(*pin)):
-            ledger.import_spent(spent)  # once: loading the same checkpoint again charges nothing more
-            return
-        raise RunDirectoryError(
-            f"the checkpoint is of step {state['step']} of a run whose ledger had {pin[0]} lines, and this engine's "
-            f"ledger is another one ({ledger.length} lines): what was released before would not be charged. Give the "
-            "engine the run_dir of that run, and resume=True; or load the checkpoint into an engine that has released "
-            "nothing yet."
-        )
+        resume.load_state_dict(self, state)
 
     def stop(self, reason: str = "stopped by the training loop") -> None:
         """End the run after the current step: the loader hands out no further batch.
 
-        May be called because of anything that was released. With ``accountant="filter"`` that costs nothing: the run
-        is charged its filter's budget, wherever it ends. Otherwise all declared steps stay charged, unless
-        ``stopping="public"``.
+        May be called because of anything that was released. With ``accountant="filter"`` that costs nothing;
+        otherwise all declared steps stay charged, unless ``stopping="public"``.
         """
         self._stopped = reason
 
@@ -728,8 +455,8 @@ class PrivacyEngine:
 
     def close(self, reason: str | None = None) -> None:
         """Note the end of the run in the ledger, and detach."""
-        if self._book is not None:
-            self._book.end(reason or self.stopped or "finished")
+        if self._release_log is not None:
+            self._release_log.end(reason or self.stopped or "finished")
         self.detach()
 
     def detach(self) -> None:
@@ -741,21 +468,6 @@ class PrivacyEngine:
         if self._clipper is not None:
             self._clipper.detach()
 
-    # ---- for the CUDA-graph step (captured.py)
 
-    def _count_lost_from(self, kept: Callable[[], list[Tensor]]) -> None:
-        """Counts of examples that are not finite, kept on a GPU by a CUDA-graph step."""
-        if self._recorder is not None and self._recorder.left:
-            raise ConfigError(
-                "record_gradients has steps left to record, and a CUDA-graph step updates the weights in the graph "
-                "that makes the release: there is no moment to record it. Train eagerly until they are recorded."
-            )
-        self._in_graphs = True
-        if self._private is not None:
-            self._private.not_finite.elsewhere = kept
-
-
-def _digest(ranks: processes.Ranks | None, grads: list[Tensor]) -> str:
-    """Of gradients; ``ranks`` where each has a part of them. No method: a book outlives its engine."""
-    here = fingerprint([sharding.local_shard(grad) for grad in grads])
-    return here if ranks is None else ranks.digest(here)
+def _rehearse(clipper: Clipper, loss_fn: Callable[..., Tensor], batch: Any) -> list[Tensor] | None:
+    return clipper.rehearse(lambda: loss_fn(*batch).backward())

@@ -55,7 +55,7 @@ def observe(
     rule             where the clip bounds are at that step (default: where the strategy starts). Quantile-clip and
                      adaclip move them by what they have released before; of a run, give the rule as the run left it.
     public           what the adversary knows of such data beforehand
-    harvest          notes the norms of all examples, for a rule that learns from them
+    clip_stats       notes the norms of all examples, for a rule that learns from them
     """
     if view not in VIEWS:
         raise UnknownNameError("view", view, VIEWS)

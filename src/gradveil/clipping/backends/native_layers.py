@@ -7,7 +7,7 @@ through :class:`~gradveil.clipping.clipped_functions.ClippedFunction`, with the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from gradveil.clipping.backends.layers import Layers, NativeWatch
 from gradveil.clipping.rules.conv import ConvRule
 from gradveil.clipping.rules.linear import MULTIPLIES_HALVES, Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, LayerNormRule
-from gradveil.clipping.tracked_modules import TrackedModule
+
+if TYPE_CHECKING:
+    from gradveil.clipping.tracked_modules import TrackedModule
 
 
 class NativeLayer:
