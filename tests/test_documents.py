@@ -35,6 +35,7 @@ def renderer(monkeypatch):
 
 
 RENDERED = (
+    "accounting",
     "architecture",
     "performance",
     "attacks",
@@ -98,7 +99,7 @@ def test_every_code_block_of_a_page_runs(name, tmp_path, monkeypatch):
     if not blocks:
         pytest.skip("no code on this page")
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks), name, "exec"), {"__name__": "page"})
+    exec(compile("\n".join(blocks), name, "exec", dont_inherit=True), {"__name__": "page"})
 
 
 def test_every_page_is_in_the_sites_contents():

@@ -247,6 +247,8 @@ class Statement:
     def _charged_text(self) -> str | None:
         """Why more steps are charged than were taken, or fewer than declared; None where neither is so."""
         proved, fixed = self.proved, self.proved_if_fixed
+        if proved.filter is not None:
+            return self._filter_text(proved.filter)
         charged = f"{_count(proved.steps_charged, 'step')}: "
         if proved.at_budget:
             charged += f"as many as the budget of epsilon = {self.header.plan['budget']:g} affords"
@@ -260,6 +262,18 @@ class Statement:
         return (
             f"{charged}, because training may have stopped on released values; {taken}. Had it been fixed in advance "
             f"to stop at step {self.last_step}: epsilon = {at_most(fixed.epsilon)}."
+        )
+
+    def _filter_text(self, facts: Mapping[str, Any]) -> str | None:
+        """The theorem behind the epsilon of a run with a privacy filter, and what the theorem costs."""
+        fixed = self.proved_if_fixed
+        if fixed is None:
+            return None
+        return (
+            f"the whole budget of a {facts['theorem']}: sigma, clip bounds and the last step may have been chosen from "
+            f"released values. {facts['granted'] / facts['budget']:.0%} of its budget was granted. Had the same "
+            f"{_count(self.steps_taken, 'step')} been fixed in advance: epsilon = {at_most(fixed.epsilon)} "
+            f"({fixed.accountant})."
         )
 
     def _paper_text(self) -> str:
@@ -354,7 +368,7 @@ def statement(
     other_neighbours: Neighbours = "replace-one" if neighbours == "add-remove" else "add-remove"
     proved = proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant)
     fixed: ProvedEpsilon | None = None
-    if math.isfinite(proved.epsilon) and proved.steps_charged > len(releases):
+    if math.isfinite(proved.epsilon) and (proved.filter or proved.steps_charged > len(releases)) and releases:
         fixed = proved_epsilon(
             header, releases, delta=delta, neighbours=neighbours, accountant=accountant, charge="taken"
         )

@@ -243,7 +243,7 @@ class _Auditor:
         defence, engine = self._defence, self.engine
         assert defence.clip is not None
         facts = StepFacts(defence.clip, clip_stats, defence.groups, sums, float(engine.sampling.batch_size))
-        scale = noise_scale(engine.plan, self._step, facts)
+        scale = noise_scale(engine.plan, self._step, facts, engine.rule.sigma(self._step))
         side = engine.rule.side_releases(clip_stats, self._silence)
         return _World(self._noise_coordinates(sums), scale.stds, tuple(v for s in side for v in s.values))
 

@@ -37,7 +37,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--dataset", help="Data set (see: gradveil datasets).  [default: digits]")
 @_option(
     "--features",
-    type=click.Choice(["none", "scattering", "balanced-scattering"]),
+    type=click.Choice(["none", "scattering", "balanced-scattering", "centred-scattering"]),
     help="Fixed features as the input of the model.  [default: none]",
 )
 @_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
@@ -74,6 +74,11 @@ def _option(*names: str, **settings: Any) -> Any:
     "--noise", help="lattice: private in floating point, too; float; auto: lattice where it is cheap.  [default: auto]"
 )
 @_option("--budget", type=float, help="Stop before the step that would exceed this proved epsilon.")
+@_option(
+    "--accountant",
+    type=click.Choice(["PLD", "filter"]),
+    help="filter: noise and the last step may depend on released values.  [default: PLD; filter for dyn-adaptive]",
+)
 @_option(
     "--allow-unproved",
     is_flag=True,

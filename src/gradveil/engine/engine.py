@@ -76,6 +76,8 @@ class PrivacyEngine:
         spot_checks: Share of the time for checking, at unpredictable steps, that examples are independent.
         budget: The largest proved epsilon to spend; the step that would exceed it is refused.
         allow_unproved: Allow settings without a proof; a budget is then of the published epsilon (MA).
+        accountant: "PLD": noise and number of steps are declared in advance; "filter": a privacy filter, under which
+            noise, bounds and the last step may depend on released values (docs/accounting.md).
         stopping: "public" declares that the end of training does not depend on private data: only the steps taken are
             charged. Otherwise all declared steps are, since the loop sees what was released.
         run_dir, resume: Directory of the ledger, settings, environment and logged metrics (:meth:`log`); must not
@@ -124,6 +126,7 @@ class PrivacyEngine:
         spot_checks: float = 0.02,
         budget: float | None = None,
         allow_unproved: bool = False,
+        accountant: str | None = None,
         stopping: str = "none",
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
@@ -158,6 +161,7 @@ class PrivacyEngine:
             budget=budget,
             allow_unproved=allow_unproved,
             stopping=stopping,
+            accountant=accountant,
             drops_examples=drops_examples,
             spot_checks=spot_checks,
             durability=durability,
@@ -178,6 +182,7 @@ class PrivacyEngine:
         self._private: PrivateStep | None = None
         self._plain: PlainStep | None = None
         self._release_log: ReleaseLog | None = None
+        self._stopped: str | None = None
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
@@ -283,6 +288,7 @@ class PrivacyEngine:
             hand_out=self._loop.hand_out,
             like=source.like,
             parts=self._loop.equal_parts if self._sharded else None,
+            stopped=lambda: self.stopped is not None,
         )
         return module, optimizer, loader
 
@@ -456,11 +462,24 @@ class PrivacyEngine:
         """
         run_files.log(self, metrics)
 
-    def close(self, reason: str = "finished") -> None:
+    def stop(self, reason: str = "stopped by the training loop") -> None:
+        """End the run after the current step: the loader hands out no further batch.
+
+        May be called because of anything that was released. With ``accountant="filter"`` that costs nothing;
+        otherwise all declared steps stay charged, unless ``stopping="public"``.
+        """
+        self._stopped = reason
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ends before its declared steps; None while it goes on."""
+        return self._stopped or (None if self._private is None else self.rule.stop)
+
+    def close(self, reason: str | None = None) -> None:
         """Record the end of the run in the ledger, and detach. With a ``model_factory``, the weights are kept."""
         if self._release_log is not None:
             run_files.end(self)
-            self._release_log.end(reason)
+            self._release_log.end(reason or self.stopped or "finished")
         self.detach()
 
     def detach(self) -> None:

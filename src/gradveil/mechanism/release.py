@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,14 +83,17 @@ class NoiseScale(NamedTuple):
     public: bool  # whether the scale is a function of public values only
 
 
-def noise_scale(plan: PrivacyPlan, step: int, facts: StepFacts) -> NoiseScale:
-    """The scale of one step's noise, from its bounds and, for the l2-max strategies, from its norms."""
+def noise_scale(plan: PrivacyPlan, step: int, facts: StepFacts, sigma: float | None = None) -> NoiseScale:
+    """The scale of one step's noise, from its bounds and, for the l2-max strategies, from its norms.
+
+    ``sigma``: that of a rule which adapts it to releases; None: the plan's.
+    """
     rule = SENSITIVITY_RULES[plan.sensitivity_rule]
     sensitivity = rule.values(facts)
     if plan.fixed_variance:
-        sigma = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
-        return NoiseScale(facts.bounds, sensitivity, sigma, (plan.varsigma,) * len(sensitivity), public=True)
-    sigma = plan.sigma(step)
+        constant = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
+        return NoiseScale(facts.bounds, sensitivity, constant, (plan.varsigma,) * len(sensitivity), public=True)
+    sigma = plan.sigma(step) if sigma is None else sigma
     return NoiseScale(facts.bounds, sensitivity, sigma, tuple(sigma * s for s in sensitivity), rule.public)
 
 
@@ -151,7 +154,7 @@ class Releaser:
         facts = StepFacts(self.rule.bounds(step), stats, self.groups, sums, self.batch_size)
         if self._sharded:
             facts = facts._replace(of_all=self.ranks.summed)
-        scale = noise_scale(self.plan, step, facts)
+        scale = noise_scale(self.plan, step, facts, self.rule.sigma(step))
         side = self.rule.side_releases(stats, noise)
         release = record(
             step,
@@ -162,6 +165,7 @@ class Releaser:
             sample_rate=self.sample_rate,
             batch_size=self.batch_size,
             nonce=noise.nonce,
+            chosen_from=self.rule.chosen_from,
         )
         return Measured(scale, side, release)
 
@@ -216,6 +220,7 @@ def record(
     batch_size: float,
     side: tuple[AuxiliaryRelease, ...] = (),
     nonce: str | None = None,
+    chosen_from: Mapping[str, Any] | None = None,
 ) -> Release:
     """The record of a step that was noised by ``scale``."""
     return Release(
@@ -231,6 +236,7 @@ def record(
         scale_is_public=scale.public,
         side=side,
         nonce=nonce,
+        chosen_from=None if chosen_from is None else dict(chosen_from),
     )
 
 

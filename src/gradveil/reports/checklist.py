@@ -136,6 +136,9 @@ def _stopping(run: RunFacts) -> Item:
     if header.stopping == "public":
         told = "When to stop was declared to depend on nothing computed from the private data. Nothing here shows that."
         return _item("Stopping rule", "open", told)
+    if proved.filter is not None:
+        told = f"Training may stop on released values: charged the whole budget of a {proved.filter['theorem']}."
+        return _item("Stopping rule", "satisfied", told)
     if proved.at_budget:
         told = f"Held to its budget, and charged for the {proved.steps_charged} steps that it affords, taken or not."
         return _item("Stopping rule", "satisfied", told)
