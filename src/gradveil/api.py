@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradveil.errors import ConfigError
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
-from gradveil.reports.facts import ATTACKS, PICTURES, RESULT, SECRET
+from gradveil.reports.facts import ATTACKS, FRAMES, PICTURES, RESULT, SECRET
 from gradveil.training.config import RunConfig
 from gradveil.training.run_directory import write_whole
 
@@ -77,6 +78,8 @@ def attack(
     *,
     dataset: str = "digits",
     data_dir: str | None = None,
+    model_factory: str | None = None,
+    data_factory: str | None = None,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> AttackResult:
@@ -90,6 +93,7 @@ def attack(
         progress: Called with the iteration.
         settings: Fields of :class:`gradveil.attacks.trial.AttackConfig`: attack, strategy, victims, view, clip, sigma,
             iterations, seed, device. A run has its own strategy, steps and batch size.
+        model_factory, data_factory: "module:function", to rebuild a run of your own model that did not record them.
 
     Returns:
         Reconstructions, their score, the scores of guessing, and the bound on any attack.
@@ -105,41 +109,44 @@ def attack(
         return trial.run(trial.AttackConfig(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
     from gradveil.attacks.from_run import load_target
 
-    own = sorted({"strategy", "steps", "step", "training_batch", "network"} & settings.keys())
-    if own:
-        raise ConfigError(f"{', '.join(own)} cannot be given with a run, which has its own. Leave them out.")
-    target = load_target(Path(run), data_dir=data_dir)
-    theirs = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
-    theirs |= {"step": target.step, "steps": target.plan.steps}
-    tried = trial.AttackConfig(**{"view": "per-example-noised", **settings, **theirs})
-    private = target.plan.strategy.is_private
-    outcome = trial.run(
-        tried,
-        target.data,
-        model=target.model,
-        plan=target.plan if private else None,
-        rule_state=target.rule_state if private else None,
-        progress=progress,
-    )
+    target = load_target(Path(run), data_dir=data_dir, model_factory=model_factory, data_factory=data_factory)
+    tried = target.settings(settings)
+    outcome = target.attack(tried, progress)
     where = Path(run) / ATTACKS / f"{tried.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
-    keep_attack([outcome], where, dataset=target.config.dataset, model=target.config.model)
+    keep_attack([outcome], where, dataset=target.data.name, model=target.network, run=Path(run))
     return outcome
 
 
-def keep_attack(outcomes: list[AttackResult], folder: Path, *, dataset: str, model: str) -> None:
+def keep_attack(
+    outcomes: list[AttackResult], folder: Path, *, dataset: str, model: str, run: Path | None = None
+) -> None:
     """Write attack results into a directory: figures readable by everyone, images and seeds by the owner only.
 
-    The seed of an attack is not the run's, but it reveals which examples were attacked.
+    The seed of an attack is not the run's, but it reveals which examples were attacked. ``run``: the run directory that
+    the folder is in; its ledger will name the files.
     """
-    from gradveil.attacks.scoring.pictures import keep_pictures
+    from gradveil.accounting import manifest
+    from gradveil.attacks.scoring.pictures import draw_frames, keep_pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     trials = [outcome.to_dict() for outcome in outcomes]
-    seeds = [trial["settings"].pop("seed") for trial in trials]
-    write_whole(folder / SECRET, json.dumps({"seeds": seeds}).encode(), mode=0o600)
+    secret = {"seeds": [trial["settings"].pop("seed") for trial in trials], "salt": manifest.new_salt()}
+    write_whole(folder / SECRET, json.dumps(secret).encode(), mode=0o600)
     results = {"dataset": dataset, "model": model, "trials": trials}
     keep_pictures(outcomes, folder / PICTURES)
+    draw_frames(outcomes, folder / FRAMES)
     write_whole(folder / RESULT, (json.dumps(results, indent=1) + "\n").encode())
+    if run is not None:
+        bind_evidence(run, *(folder / name for name in (RESULT, PICTURES, FRAMES)))
+
+
+def bind_evidence(run: Path, *files: Path) -> None:
+    """Name files in a run's ledger; a warning says where that cannot be."""
+    from gradveil.accounting.manifest import bind_written
+
+    why = bind_written(run, [file for file in files if file.exists()])
+    if why is not None:
+        warnings.warn(f"{run}: what was written is not bound to the ledger, because {why}.", stacklevel=3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ def test_junit(gradveil, made, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "nothing is asked"),
+        ((), "no limit was given"),
         (("--max-epsilon", "inf"), "none"),
         (("--neighbours", "add-remove", "--min-accuracy", "0"), "--max-epsilon"),
         (("--max-epsilon", "x"), "x"),

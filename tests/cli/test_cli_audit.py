@@ -98,7 +98,7 @@ def test_a_run_that_has_more_proved_than_a_step_leaks_is_judged_by_the_step(grad
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((), "nothing is named to audit"),
+        ((), "nothing to audit"),
         (("--strategy", "dyn-s-l2mx"), "Did you mean 'dyn-s-l2max'"),
         (("--strategy", "non-private"), "adds no noise"),
         (("--strategy", "baseline", "--steps", 3), "too few"),
@@ -121,7 +121,7 @@ def test_bad_input_is_exit_code_2_with_the_fix(gradveil, arguments, why):
 def test_a_run_has_its_own_settings(gradveil, run):
     done = gradveil("audit", run, "--sigma", 3)
     assert done.code == 2
-    assert "--sigma would say them again" in done.message
+    assert "leave --sigma out" in done.message
 
 
 def test_a_damaged_audit_is_no_audit(gradveil, run):

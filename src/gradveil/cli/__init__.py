@@ -1,6 +1,6 @@
 """The command line: one file per command, each thin. Results on stdout, progress on stderr.
 
-Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 budget exhausted, 4 ledger invalid.
+Exit codes: 0 done, 1 a gate failed or a signature is missing, 2 bad input, 3 budget exhausted, 4 ledger invalid.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _COMMANDS = {
     "reproduce": "Rerun the paper's tables and figures and compare with the published values.",
     "compare": "Compare runs: accuracy, the three epsilons, noise, attacks.",
     "report": "Write an HTML page: what is proved, what leaks, what was not tested.",
+    "export": "Export a run for a registry, a model hub, a bill of materials or another program.",
+    "sign": "Sign a run's ledger, and with it every file that it names.",
+    "verify": "Verify a run's ledger and files, and who signed them.",
     "check": "Check runs against limits: exit code 1 and the reason on failure.",
     "recipes": "List recipes: settings with good accuracy at a proved epsilon.",
     "strategies": "List the strategies and what each guarantees.",

@@ -22,7 +22,10 @@ _OPTIONS = (
     ),
     click.option("--public", type=_FILE, help="Public examples for the adversary: safetensors with x, optionally y."),
     click.option(
-        "--input-shape", metavar="C,H,W", callback=shape, help="Shape of one example for --model, such as 1,28,28."
+        "--input-shape",
+        metavar="C,H,W",
+        callback=shape,
+        help="Shape of one example for --model, such as 1,28,28; of token ids, 16.",
     ),
     click.option("--classes", type=int, help="Number of classes.  [default: the outputs of the model]"),
     click.option(
@@ -73,7 +76,7 @@ class Files:
     classes: int | None
     step: int | None
     joint: bool
-    attack: str
+    attack: str | None  # None: what suits the model
     iterations: int
     seed: int
     device: str
@@ -105,7 +108,8 @@ def files_from(ctx: click.Context) -> Files:
     if "training_batch" in chosen:
         defence["batch_size"] = params["training_batch"]
     return Files(
-        **{name: params[name] for name in (*_NAMED, "attack", "iterations", "seed", "device")},
+        **{name: params[name] for name in (*_NAMED, "iterations", "seed", "device")},
+        attack=params["attack"] if "attack" in chosen else None,
         step=params["step"] if "step" in chosen else None,
         defence=defence,
     )

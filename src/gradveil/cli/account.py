@@ -7,18 +7,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from gradveil.accounting._checks import trusted
 from gradveil.accounting.ledger import Contents
-from gradveil.cli._output import number, table
-from gradveil.errors import ConfigError, LedgerError
+from gradveil.cli._output import number, table, upper
+from gradveil.errors import ConfigError, RunDirectoryError
 from gradveil.mechanism import schedules
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
 from gradveil.training.run_directory import RunDirectory
-
-T = TypeVar("T")
 
 SAMPLERS = click.Choice(["poisson", "without-replacement", "with-replacement", "shuffle"])
 _TABLED = ("BaseC", "AdvC", "OptC", "zCDP", "MA")
@@ -27,22 +26,16 @@ _TABLED = ("BaseC", "AdvC", "OptC", "zCDP", "MA")
 def open_run(run: Path) -> Contents:
     """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
     from gradveil.accounting import ledger
+    from gradveil.accounting._run_lock import steady
 
-    return ledger.read(run) if run.is_file() else RunDirectory(run).verified_ledger()
-
-
-def trusted(compute: Callable[[], T]) -> T:
-    """What ``compute`` gives; records that are whole but make no sense are a ledger error, not a crash.
-
-    What the user gave must be checked before: here every value that is refused came from the ledger.
-    """
-    try:
-        return compute()
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise LedgerError(
-            f"the ledger's lines are whole, but what they say does not fit together ({error}): nothing can be "
-            "said about this run's privacy."
-        ) from None
+    if run.is_file():
+        return steady(lambda: ledger.read(run), run, lambda contents: contents.torn)
+    if not run.exists():
+        raise RunDirectoryError(
+            f"{run} is not a run directory: there is nothing at that path. Give the directory that gradveil train "
+            "wrote, the run_dir of a PrivacyEngine, or a ledger."
+        )
+    return RunDirectory(run).verified_ledger()
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     extra = [f"--{n.replace('_', '-')}" for n in flags if n != "delta"]
     if extra:
         raise ConfigError(
-            f"{run} already defines its noise and sampling; remove {', '.join(extra)}, or give settings without a run."
+            f"{run} records how it was noised and sampled: leave {', '.join(extra)} out, or give parameters and no run."
         )
     if "delta" in flags:
         accounting.check_delta(flags["delta"])
@@ -218,7 +211,7 @@ def _print(account: _Account) -> None:
     click.echo(f"{account.title}\n\nProved epsilon at delta = {account.delta:g}")
     table(
         ["neighbours", "PLD", "RDP"],
-        [[names[n], *(number(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
+        [[names[n], *(upper(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
     )
     whole = [p for v in views.values() for p in v.values()]
     for reason in dict.fromkeys(p.reason for p in whole if p.reason is not None):
@@ -242,4 +235,4 @@ def _print(account: _Account) -> None:
 
 
 def _gamma(value: float | None) -> str:
-    return "no bound" if value is None else number(value)
+    return "no bound" if value is None else upper(value)

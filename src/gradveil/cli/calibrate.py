@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number
+from gradveil.cli._output import number, upper
 from gradveil.cli.account import SAMPLERS
 from gradveil.errors import ConfigError
 from gradveil.mechanism import schedules
@@ -131,7 +131,7 @@ def _print(found: Calibrated, setting: Setting) -> None:
         click.echo(f"            {number(found.sigma_end, 5)} at the last step{how}")
     click.echo(f"steps       {found.steps}")
     click.echo(
-        f"epsilon     {number(found.epsilon, 5)} of {number(found.target.epsilon, 5)} at delta = "
+        f"epsilon     {upper(found.epsilon, 5)} of {number(found.target.epsilon, 5)} at delta = "
         f"{found.target.delta:g}, by {found.accountant}"
     )
     if found.target.is_proved:

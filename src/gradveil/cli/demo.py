@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number, table
+from gradveil.cli._output import number, table, upper
 from gradveil.training.config import RunConfig
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _attack(name: str, run: Path) -> dict[str, AttackResult]:
             found[kind] = attack(trial, loaded, plan=plan, progress=progress)
     torch.set_num_threads(threads)
     folder = run / ATTACK_FOLDER / "first-step"
-    keep_attack(list(found.values()), folder, dataset=config.dataset, model=f"{NETWORK}, untrained")
+    keep_attack(list(found.values()), folder, dataset=config.dataset, model=f"{NETWORK}, untrained", run=run)
     return found
 
 
@@ -124,7 +124,7 @@ def _table(results: dict[str, Result], attacked: dict[str, dict[str, AttackResul
             [
                 name,
                 f"{r.accuracy:.3f}",
-                number(r.statement.proved.epsilon),
+                upper(r.statement.proved.epsilon),
                 number(paper["MA"].epsilon) if paper else "-",
                 "not run",
                 *(f"{value:.1f}" for value in psnr.values()),

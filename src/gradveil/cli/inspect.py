@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gradveil.cli._options import shape
-from gradveil.cli._output import number, table
+from gradveil.cli._output import table, upper
 
 if TYPE_CHECKING:
     from gradveil.attacks.preflight import Preflight
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 @click.command("inspect")
 @click.argument("model", metavar="PKG:FUNCTION")
-@click.option("--input-shape", metavar="C,H,W", required=True, callback=shape, help="Of one example, such as 1,28,28.")
+@click.option(
+    "--input-shape",
+    metavar="C,H,W",
+    required=True,
+    callback=shape,
+    help="Of one example, such as 1,28,28; of tokens, 16.",
+)
 @click.option("--classes", type=click.IntRange(min=2), help="[default: as many as the model has outputs]")
 @click.option("--clip", type=float, help="Planned clip bound C.")
 @click.option("--sigma", type=float, help="Planned noise scale.")
@@ -101,12 +107,12 @@ def _print_attacks(found: Preflight) -> None:
                 t.attack,
                 t.note or t.reached,
                 "-" if t.success is None else f"{t.success:.0%}",
-                number(t.bound, 3),
+                upper(t.bound, 3),
                 str(t.iterations),
                 f"{t.seconds:.1f}",
             ]
             for t in found.tried
         ],
-        note="success: 6 dB closer than every guess. at most: proved for any attack on one step if guessing "
-        "succeeds in 1 of 100 cases.",
+        note="success: 6 dB nearer than every guess (text: 9 of 10 tokens). at most: proved for any attack on one "
+        "step, where guessing succeeds in 1 of 100.",
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number
+from gradveil.cli._output import number, upper
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism import schedules, strategies
 from gradveil.mechanism.records import SAMPLINGS
@@ -37,7 +37,7 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--dataset", help="Data set (see: gradveil datasets).  [default: digits]")
 @_option(
     "--features",
-    type=click.Choice(["none", "scattering", "balanced-scattering"]),
+    type=click.Choice(["none", "scattering", "balanced-scattering", "centred-scattering"]),
     help="Fixed features as the input of the model.  [default: none]",
 )
 @_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
@@ -70,7 +70,15 @@ def _option(*names: str, **settings: Any) -> Any:
 @_option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
 @_option("--fixed-variance", is_flag=True, help="Keep the noise std constant: sigma_t = varsigma / S_t.")
 @_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Strategy-specific setting; may be repeated.")
+@_option(
+    "--noise", help="lattice: private in floating point, too; float; auto: lattice where it is cheap.  [default: auto]"
+)
 @_option("--budget", type=float, help="Stop before the step that would exceed this proved epsilon.")
+@_option(
+    "--accountant",
+    type=click.Choice(["PLD", "filter"]),
+    help="filter: noise and the last step may depend on released values.  [default: PLD; filter for dyn-adaptive]",
+)
 @_option(
     "--allow-unproved",
     is_flag=True,
@@ -207,7 +215,7 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
             if p.accuracy is not None:
                 figures += f" acc {p.accuracy:.3f}"
             if p.epsilon is not None:
-                figures += f" eps {p.epsilon.value:.3f} {p.epsilon.kind}"
+                figures += f" eps {upper(p.epsilon.value)} {p.epsilon.kind}"
             bar.update(task, total=p.steps, completed=p.step, figures=figures, steps=p.steps)
 
         return run(tell, settings)  # type: ignore[no-any-return]
@@ -233,5 +241,8 @@ def report(result: Result, as_json: bool) -> None:
         )
     if result.not_finite_examples:
         click.echo(f"not finite        {result.not_finite_examples} per-example gradients counted as zero")
+    if result.ledger_head is not None:
+        click.echo(f"ledger head       {result.ledger_head}")
+        click.echo("                  keep it elsewhere: gradveil check --head tells a rewritten ledger by it")
     click.echo()
     click.echo(str(result.statement))

@@ -19,7 +19,7 @@ the first, masked entirely.
 A graph is a sequence of these: (first, finish) is the whole step of a batch that fits. Each piece runs eagerly a few
 times before a graph with it is captured. Where the release tells something of the batch itself (l2-max, quantile-clip,
 dyn-private) the host reads it in between, and (finish) is a graph by itself; where noise has a shape of its own
-(adaclip) the step finishes eagerly.
+(adaclip), or its scale follows the gradients that were released (dyn-adaptive), the step finishes eagerly.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from gradveil.clipping.backward_pass import Padding
 from gradveil.engine.guards import fingerprint_sums
 from gradveil.engine.step import PrivateStep, add_to_gradient
 from gradveil.errors import ConfigError, PrivacyViolation
-from gradveil.mechanism.clip_bounds import AdaClip
 from gradveil.mechanism.noise.on_device import add_drawn_noise
 from gradveil.mechanism.noise.streams import NoiseSource
 from gradveil.mechanism.records import Release
@@ -269,7 +268,7 @@ class Finish(Piece):
         if not plan.strategy.is_private:
             self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.settings.views))
             return "at once"
-        if isinstance(engine.rule, AdaClip):
+        if engine.rule.reads_gradients:
             return "eagerly"
         self._sampler = self._step.check(self.gathered)
         self._noise = self._step.fresh_noise()

@@ -7,8 +7,10 @@ and optimizer stay the same objects, with the same state_dict keys; ``detach`` r
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
-from gradveil.engine import resume, setup
+from gradveil.clipping.validation.spot_checks import tensors_held_by
+from gradveil.engine import resume, run_files, setup
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
 from gradveil.engine.guards import check_optimizer
@@ -73,10 +76,18 @@ class PrivacyEngine:
         spot_checks: Share of the time for checking, at unpredictable steps, that examples are independent.
         budget: The largest proved epsilon to spend; the step that would exceed it is refused.
         allow_unproved: Allow settings without a proof; a budget is then of the published epsilon (MA).
+        accountant: "PLD": noise and number of steps are declared in advance; "filter": a privacy filter, under which
+            noise, bounds and the last step may depend on released values (docs/accounting.md).
         stopping: "public" declares that the end of training does not depend on private data: only the steps taken are
             charged. Otherwise all declared steps are, since the loop sees what was released.
-        run_dir, resume: Directory of the ledger; must not contain one, unless ``resume``.
+        run_dir, resume: Directory of the ledger, settings, environment and logged metrics (:meth:`log`); must not
+            contain a ledger, unless ``resume``.
+        model_factory, data_factory: "module:function" that builds the model, and that returns inputs and labels: with
+            them the weights are kept at the end, and ``gradveil attack RUN`` and ``audit RUN`` can rebuild the run.
+        about: Texts about the run, shown in the report: purpose, data, unit, tuning, sign_off.
         durability: "write": a killed process has spent what its ledger says; "fsync": a power cut, too.
+        noise: "lattice": private in floating point, too, on the CPU (docs/noise.md); "float": in half the time, not
+            proved down to the last bit; "auto": "lattice" where it costs at most 3 % of a step (batches from 500).
         seed: Makes the run reproducible. Anyone who knows it can subtract the noise.
 
     Raises:
@@ -115,10 +126,15 @@ class PrivacyEngine:
         spot_checks: float = 0.02,
         budget: float | None = None,
         allow_unproved: bool = False,
+        accountant: str | None = None,
         stopping: str = "none",
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
+        model_factory: str | None = None,
+        data_factory: str | None = None,
+        about: Mapping[str, str] | None = None,
         durability: Durability = "write",
+        noise: str = "auto",
         seed: int | None = None,
     ) -> None:
         self.settings = Settings(
@@ -145,12 +161,17 @@ class PrivacyEngine:
             budget=budget,
             allow_unproved=allow_unproved,
             stopping=stopping,
+            accountant=accountant,
             drops_examples=drops_examples,
             spot_checks=spot_checks,
             durability=durability,
+            noise=noise,
         )
         self.options = {name: plain_number(name, value) for name, value in (options or {}).items()}
         self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.model_factory, self.data_factory = model_factory, data_factory
+        self.about = run_files.checked_about(about)
+        self._began = time.perf_counter()
         self.ranks = processes.current()
         self._plan: PrivacyPlan | None = None
         if self.settings.epsilon is None and self.settings.steps is not None:
@@ -161,6 +182,7 @@ class PrivacyEngine:
         self._private: PrivateStep | None = None
         self._plain: PlainStep | None = None
         self._release_log: ReleaseLog | None = None
+        self._stopped: str | None = None
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
@@ -266,6 +288,7 @@ class PrivacyEngine:
             hand_out=self._loop.hand_out,
             like=source.like,
             parts=self._loop.equal_parts if self._sharded else None,
+            stopped=lambda: self.stopped is not None,
         )
         return module, optimizer, loader
 
@@ -301,9 +324,8 @@ class PrivacyEngine:
         """
         clipper, ticket = self._clipper, self._batches.ticket
         if clipper is not None and ticket is not None and self._batches.is_open:
-            clipper.checks.whole_step(
-                lambda batch: clipper.rehearse(lambda: loss_fn(*batch).backward()), batch, ticket.size
-            )
+            rehearse = partial(_rehearse, clipper, loss_fn)
+            clipper.checks.whole_step(rehearse, batch, ticket.size, holds=tensors_held_by(loss_fn))
         self.optimizer.zero_grad()
         loss = loss_fn(*batch)
         loss.backward()
@@ -432,10 +454,32 @@ class PrivacyEngine:
         """
         resume.load_state_dict(self, state)
 
-    def close(self, reason: str = "finished") -> None:
-        """Record the end of the run in the ledger, and detach."""
+    def log(self, **metrics: Any) -> None:
+        """Write a record of the run so far to metrics.jsonl: ``engine.log(accuracy=0.93, loss=0.2)``.
+
+        ``accuracy`` is what reports, comparisons and gates show. Measure it on other data than the training data: no
+        epsilon covers what is computed from those.
+        """
+        run_files.log(self, metrics)
+
+    def stop(self, reason: str = "stopped by the training loop") -> None:
+        """End the run after the current step: the loader hands out no further batch.
+
+        May be called because of anything that was released. With ``accountant="filter"`` that costs nothing;
+        otherwise all declared steps stay charged, unless ``stopping="public"``.
+        """
+        self._stopped = reason
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ends before its declared steps; None while it goes on."""
+        return self._stopped or (None if self._private is None else self.rule.stop)
+
+    def close(self, reason: str | None = None) -> None:
+        """Record the end of the run in the ledger, and detach. With a ``model_factory``, the weights are kept."""
         if self._release_log is not None:
-            self._release_log.end(reason)
+            run_files.end(self)
+            self._release_log.end(reason or self.stopped or "finished")
         self.detach()
 
     def detach(self) -> None:
@@ -446,3 +490,7 @@ class PrivacyEngine:
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
+
+
+def _rehearse(clipper: Clipper, loss_fn: Callable[..., Tensor], batch: Any) -> list[Tensor] | None:
+    return clipper.rehearse(lambda: loss_fn(*batch).backward())

@@ -50,6 +50,10 @@ class Loop:
                 f"the run declared {engine.plan.steps} steps and has taken them all: a further loop over the loader "
                 "would be empty. Declare more steps, or epochs, from the start."
             )
+        if engine.stopped is not None:
+            raise BudgetExhausted(
+                f"the run was stopped: {engine.stopped}. A further loop over the loader would be empty."
+            )
         self._check_attached()
         loop = engine._batches.start()
         if engine._private is not None:

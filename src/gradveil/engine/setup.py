@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.clipping import Clipper, sharding
+from gradveil.engine import run_files
 from gradveil.engine.backward import accumulator, backward_ended
-from gradveil.engine.guards import BudgetGuard, fingerprint
+from gradveil.engine.guards import BudgetGuard, FilterGuard, fingerprint
 from gradveil.engine.header import run_header
 from gradveil.engine.release_log import ReleaseLog
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import RunDirectoryError
 from gradveil.mechanism import clip_bounds
+from gradveil.mechanism.adaptive_clip import AdaptiveClip
 from gradveil.mechanism.distributed import prepare
 from gradveil.mechanism.distributed.ranks import Ranks
 from gradveil.mechanism.release import Releaser
@@ -66,6 +69,7 @@ def calibrate(engine: PrivacyEngine) -> None:
         delta=engine.delta,
         side_of=lambda plan: make_rule(engine, plan).side_inverse_square,
         least=engine.settings.least_sigma,
+        accountant="RDP" if engine.settings.filters else None,
     )
     engine._plan = engine.settings.plan(steps=steps, sigma=sigma)
 
@@ -109,6 +113,7 @@ def attach(engine: PrivacyEngine) -> None:
         sample_rate=engine.sampling.rate,
         batch_size=float(engine.sampling.batch_size),
         ranks=engine.ranks,
+        on_lattice=is_covered(engine.header),
     )
     engine._private = PrivateStep(
         key=engine._run_key,
@@ -141,12 +146,36 @@ def open_log(engine: PrivacyEngine) -> None:
         engine.run_dir,
         resume=engine._resume,
         ranks=engine.ranks,
-        budget=BudgetGuard(engine.settings.budget, engine.plan, len(engine.groups), side, published=published),
+        budget=_budget_guard(engine, side, published=published),
         digest=partial(_digest, engine.ranks if engine._sharded else None),
         seeded=engine._key.seeded,
         durability=engine.settings.durability,
     )
+    if engine.settings.noise == "lattice" and engine.plan.strategy.is_private and not is_covered(engine.header):
+        raise RunDirectoryError(
+            "the run was begun with noise in floating point, and is to go on with noise='lattice'. A run keeps its "
+            "privacy settings: leave noise out, or start a new run."
+        )
     engine._run_key = engine._key.bound_to(engine._release_log.ledger.header.salt)
+    if engine.ranks.is_first:
+        run_files.begin(engine)
+    if engine.plan.strategy.rule is not None:
+        _let_rule_ask(engine)
+
+
+def _budget_guard(engine: PrivacyEngine, side: float, *, published: bool) -> BudgetGuard:
+    budget, groups = engine.settings.budget, len(engine.groups)
+    if engine.settings.filters:
+        return FilterGuard(budget, engine.plan, groups, side, engine.rule.sigma)
+    return BudgetGuard(budget, engine.plan, groups, side, published=published)
+
+
+def _let_rule_ask(engine: PrivacyEngine) -> None:
+    """An adaptive rule may know what its filter has granted, which follows from the ledger."""
+    guard, rule = engine._log.budget, engine.rule
+    assert isinstance(guard, FilterGuard) and isinstance(rule, AdaptiveClip)
+    rule.left = lambda step: guard.counted(engine.header, engine.ledger.releases).left_after(step)
+    rule.grants = lambda sigma: guard.counted(engine.header, engine.ledger.releases).grants(guard.multiplier(sigma))
 
 
 def _digest(ranks: Ranks | None, grads: list[Tensor]) -> str:
