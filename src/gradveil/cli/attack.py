@@ -12,7 +12,7 @@ import click
 
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
-from gradveil.cli._options import given
+from gradveil.cli._options import attack_names, completing, dataset_names, given, strategy_names
 from gradveil.cli._output import table, upper
 from gradveil.errors import ConfigError
 from gradveil.reports.facts import ATTACKS, RESULT
@@ -23,10 +23,24 @@ if TYPE_CHECKING:
 
 @click.command("attack")
 @click.argument("run_dir", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--dataset", help="Whose training examples are attacked.  [default: digits, or the run's]")
-@click.option("--strategy", help="How their gradients are released.  [default: non-private, or as the run does]")
+@click.option(
+    "--dataset",
+    shell_complete=completing(dataset_names),
+    help="Whose training examples are attacked.  [default: digits, or the run's]",
+)
+@click.option(
+    "--strategy",
+    shell_complete=completing(strategy_names),
+    help="How their gradients are released.  [default: non-private, or as the run does]",
+)
 @click.option("--compare", help="Several strategies, separated by commas, attacked with equal means.")
-@click.option("--attack", default="cpl", show_default=True, help="cpl, dlg, idlg, inverting, map, analytic or prior.")
+@click.option(
+    "--attack",
+    shell_complete=completing(attack_names),
+    default="cpl",
+    show_default=True,
+    help="cpl, dlg, idlg, inverting, map, analytic or prior.",
+)
 @click.option("--victims", default=20, show_default=True, help="Gradients attacked side by side.")
 @click.option("--batch", default=1, show_default=True, help="Examples behind each gradient.")
 @click.option(
