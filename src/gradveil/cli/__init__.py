@@ -16,6 +16,7 @@ from gradveil import __version__
 from gradveil.errors import GradveilError
 
 _COMMANDS = {
+    "init": "Write a private training script for your CSV file or folder of images.",
     "train": "Train a model privately and record every release.",
     "tune": "Search for settings, with the selection charged.",
     "demo": "Four strategies on the digits data, side by side, in about a minute.",
