@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "without replacement": {"sampling": "without-replacement"},
     "flat": {"clipping": "flat"},
     "averaged weights": {"average": 0.9},
+    "noise on a lattice": {"noise": "lattice"},
+    "noise on a lattice, adaclip": {"noise": "lattice", "strategy": "adaclip"},
     "views": {"views": 2, "augment": "flip"},
     "views that are drawn, in parts": {"views": 3, "augment": "flip-shift", "physical_batch_size": 10},
     "scattering of views": {"features": "scattering", "model": "linear", "views": 2, "augment": "flip"},

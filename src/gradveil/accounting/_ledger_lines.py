@@ -92,7 +92,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
     step = releases[-1].step + 1 if releases else 0
     planned = min(step, header.steps - 1)  # the line may have been one after the last release
     clip = from_dict(header.plan["clip"])(planned)
-    sigma = from_dict(header.plan["sigma"])(planned)
+    sigma = min(from_dict(header.plan["sigma"])(planned), header.plan.get("sigma_least", math.inf))
     if releases:
         last = releases[-1]
         smaller = min(1.0, sigma / last.sigma)
@@ -103,6 +103,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
             noise_std=tuple(s * smaller for s in last.noise_std),
             digest=None,
             nonce=None,
+            chosen_from=None,
             recovered=True,
         )
     beside = float(header.plan.get("side_inverse_square", 0.0))

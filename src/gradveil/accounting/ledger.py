@@ -125,6 +125,8 @@ class Ledger:
         contents = read(path)
         for field in ("strategy", "groups", "population", "sampling", "sample_rate", "steps", "delta", "plan"):
             mine, theirs = header.to_dict()[field], contents.header.to_dict()[field]
+            if field == "plan" and "noise" not in theirs:  # begun in floating point: it goes on so
+                mine.pop("noise", None)
             if mine != theirs:
                 raise RunDirectoryError(
                     f"the run was begun with {field} = {theirs!r}, and is to go on with {mine!r}. A run keeps its "

@@ -54,24 +54,31 @@ class _Account:
 
 @click.command("account")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--sigma", type=float, help="Noise scale, at the first step.")
+@click.option("--sigma", type=float, help="Noise scale at the first step.")
 @click.option("--sample-rate", type=float, help="Expected batch size / number of examples.")
 @click.option("--steps", type=int, help="Training steps T.")
 @click.option("--delta", type=float, help="[default: 1e-5, or the run's]")
-@click.option("--layers", type=int, help="Layers that are clipped apart, each at C.  [default: 1]")
-@click.option("--count-noise", type=float, help="Noise on the counts of quantile-clip and dyn-private, charged too.")
+@click.option("--layers", type=int, help="Number of layers clipped separately, each at C.  [default: 1]")
+@click.option(
+    "--count-noise", type=float, help="Noise std on the counts of quantile-clip and dyn-private, which are charged."
+)
 @click.option("--sampling", type=SAMPLERS, help="[default: poisson]")
-@click.option("--population", type=int, help="Number of examples; for fixed-size batches.  [default: very many]")
+@click.option("--population", type=int, help="Number of examples, for fixed-size batches.  [default: very large]")
 @click.option("--decay", type=click.Choice(list(schedules.DECAYS)), help="Shape of sigma's decay.")
 @click.option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
-@click.option("--kappa", type=float, multiple=True, help="Prior success of a reconstruction.  [default: 0.1, 0.01]")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw epsilon over the steps into this file.")
-@click.option("--details", is_flag=True, help="With --json: deltas really spent, warnings, assumptions.")
+@click.option(
+    "--kappa",
+    type=float,
+    multiple=True,
+    help="Success rate of guessing, for the reconstruction bounds; may be repeated.  [default: 0.1, 0.01]",
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot epsilon against steps into this file.")
+@click.option("--details", is_flag=True, help="With --json: include the deltas really spent, warnings and assumptions.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     run: Path | None, kappa: tuple[float, ...], plot: Path | None, details: bool, as_json: bool, **given: Any
 ) -> None:
-    """Every epsilon of RUN, or of the run that the flags describe: proved, and as published.
+    """Compute every epsilon of RUN, or of the settings given as options: proved, and as published.
 
     Published figures are for comparison with the paper and guarantee nothing.
     """

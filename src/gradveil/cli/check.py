@@ -15,17 +15,17 @@ from gradveil.errors import ConfigError
 
 @click.command("check")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--max-epsilon", type=float, help="The proved epsilon may be this much. An unproved one does not pass.")
+@click.option("--max-epsilon", type=float, help="Maximum proved epsilon. An unproved one fails.")
 @click.option(
     "--neighbours",
     type=click.Choice(["add-remove", "replace-one"]),
-    help="Under which epsilon is meant.  [default: those that suit the sampler]",
+    help="Neighbouring relation of the epsilon.  [default: by sampler]",
 )
-@click.option("--max-delta", type=float, help="Delta may be this much.")
-@click.option("--max-attack-psnr", type=float, help="The nearest attack on the run may reach this PSNR, in dB.")
-@click.option("--min-accuracy", type=float, help="The last test accuracy must be this much.")
-@click.option("--allow-unfinished", is_flag=True, help="Let a run pass that has not ended, or has released nothing.")
-@click.option("--require-bound", is_flag=True, help="Judge only by files that the ledger names with their hash.")
+@click.option("--max-delta", type=float, help="Maximum delta.")
+@click.option("--max-attack-psnr", type=float, help="Maximum PSNR, in dB, of the best attack on the run.")
+@click.option("--min-accuracy", type=float, help="Minimum test accuracy at the end.")
+@click.option("--allow-unfinished", is_flag=True, help="Pass a run that has not ended, or has released nothing.")
+@click.option("--require-bound", is_flag=True, help="Use only files that the ledger names with their hash.")
 @click.option(
     "--signed-by", type=click.Path(path_type=Path), metavar="PUB", help="Each RUN must be signed by this key."
 )
@@ -46,9 +46,9 @@ def command(
     junit: Path | None,
     as_json: bool,
 ) -> None:
-    """Check that each RUN keeps to limits.
+    """Check each RUN against limits.
 
-    Exit code 0 if all do, 1 and the reasons if not, 4 where a ledger is invalid or the files beside it contradict it.
+    Exit code 0 if all pass, 1 and the reasons if not, 4 if a ledger is invalid or the files beside it contradict it.
     """
     from gradveil.reports.facts import read_run
     from gradveil.reports.gates import Limits, judge, to_junit

@@ -24,7 +24,7 @@ def command(folder: Path, csv: Path | None, label: str | None, images: Path | No
     """Write FOLDER/private_training.py: data, model and private loop, yours to change. Then: python private_training.py
 
     It trains once with sigma calibrated to --epsilon, keeps a full run directory beside it, and says which command
-    comes next. Numeric columns are scaled by the bounds that you write into the script, never by statistics of the data.
+    comes next. Columns are scaled by the bounds that you write into the script, never by statistics of the data.
     """
     if (csv is None) == (images is None):
         raise ConfigError("give either --csv FILE with --label COLUMN, or --images FOLDER.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,22 @@ from gradveil.training.run_directory import RunDirectory
 
 @click.group("ledger")
 def command() -> None:
-    """Verify or show the ledger of a run: the record that every privacy claim is computed from."""
+    """Verify or show the ledger of a run, from which every privacy claim is computed."""
+
+
+def _replayed(contents: Contents) -> int | None:
+    """How many releases have the noise that their rule gives for earlier ones; None where no rule chose it."""
+    from gradveil.mechanism import strategies
+    from gradveil.mechanism.adaptive import replay
+
+    declared = contents.header.plan.get("rule")
+    if declared is None or contents.header.strategy not in strategies.names():
+        return None  # the rule of a strategy that somebody has registered is in their code
+    rule = strategies.get(contents.header.strategy).rule
+    if rule is None or declared.get("name") != type(rule).__name__:
+        return None
+    fields = {name: value for name, value in declared.items() if name != "name"}
+    return replay(replace(rule, **fields), contents.header, contents.releases)
 
 
 @command.command("verify")
@@ -34,16 +50,19 @@ def verify(run: Path, key: Path | None, head: str | None, as_json: bool) -> None
 
     Says which files are bound to the ledger, and which are not. A chain of hashes shows that a line or a file was
     changed; that the whole directory was not written anew, only a signature (--key; exit code 1 where there is none by
-    that key) or a head kept elsewhere (--head) shows.
+    that key) or a head kept elsewhere (--head) shows. Noise and bounds that were chosen from releases (dyn-adaptive)
+    are computed again from what the ledger says the rule had seen.
     """
     contents = open_run(run)
+    replayed = _replayed(contents)
     writer = RunDirectory(run.parent if run.is_file() else run).writer() if contents.ended is None else None
     files = file_states(run, contents) if run.is_dir() else []
     wrong = list(read_run(run).contradictions) if run.is_dir() else []
     if as_json:
-        click.echo(json.dumps(_facts(contents, files, wrong) | {"running": writer is not None}))
+        more = {"running": writer is not None} | ({} if replayed is None else {"choices_replayed": replayed})
+        click.echo(json.dumps(_facts(contents, files, wrong) | more))
     else:
-        _print(contents, files, writer)
+        _print(contents, files, writer, replayed)
     if wrong:
         raise LedgerError(f"{run} is not as its ledger says: {' '.join(wrong)}")
     for told in authenticated(run, contents, key, head):
@@ -87,8 +106,10 @@ def _facts(contents: Contents, files: list[FileState], wrong: list[str]) -> dict
     }
 
 
-def _print(contents: Contents, files: list[FileState], writer: object) -> None:
+def _print(contents: Contents, files: list[FileState], writer: object, replayed: int | None) -> None:
     click.echo(f"ledger valid: {contents.length} lines, {len(contents.releases)} releases, head {contents.head[:16]}")
+    if replayed is not None:
+        click.echo(f"noise and bounds of {replayed} releases follow from earlier releases and public settings alone")
     if contents.torn:
         click.echo(
             f"line {contents.length + 1} is half-written: the process was stopped while writing it. It counts as one "

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, tuple[int, int]] = {
 
 # Settings that came later: written down where they are not at their defaults, so that the digest of every earlier
 # run, which its checkpoints carry, stays what it was.
-_LATER = ("features", "calibrated", "average", "views", "augment")
+_LATER = ("features", "calibrated", "average", "views", "augment", "noise", "accountant")
 
 
 class RunConfig(BaseModel):
@@ -42,7 +42,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     dataset: str = "digits"
-    features: Literal["none", "scattering", "balanced-scattering"] = "none"
+    features: Literal["none", "scattering", "balanced-scattering", "centred-scattering"] = "none"
     model: str = "auto"
     strategy: str = "baseline"
     # privacy
@@ -61,8 +61,10 @@ class RunConfig(BaseModel):
     sigma_end: float | None = None
     fixed_variance: bool = False
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    noise: Literal["auto", "lattice", "float"] = "auto"  # lattice: private in floating point too
     budget: float | None = None
     allow_unproved: bool = False
+    accountant: Literal["PLD", "filter"] | None = None  # None: the strategy's own
     # training
     steps: int | None = None
     batch_size: int | None = None

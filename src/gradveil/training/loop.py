@@ -294,10 +294,12 @@ class _Session:
             "sampling": config.sampling,
             "clipping": config.clipping,
             "options": config.options,
+            "noise": config.noise,
             "views": config.views,
             # A run that was interrupted is charged for the steps it repeats: it still keeps to its target.
             "budget": config.budget if config.budget is not None else config.epsilon,
             "allow_unproved": config.allow_unproved,
+            "accountant": config.accountant,
             "stopping": "none" if config.stop_at_accuracy is None else config.stop_data,
             "seed": self._noise_seed(),
         }
@@ -439,6 +441,8 @@ class _Session:
                 away += time.perf_counter() - now
         except BudgetExhausted as reason:
             ended, exhausted = str(reason), True
+        if engine.stopped is not None:
+            ended = engine.stopped
         if not exhausted and self._reached(accuracy):
             ended = f"stopped at test accuracy {accuracy:.4f}, step {step} of {config.steps}"
         seconds = time.perf_counter() - started - away
@@ -487,6 +491,8 @@ class _Session:
         engine = self.engine
         if not engine.plan.strategy.is_private or not engine.releases:
             return None
+        if engine.header.plan.get("filter") is not None:  # charged from the first release on
+            return Epsilon("proved (filter)", proved_epsilon(engine.header, engine.releases).epsilon)
         neighbours, accountant = default_view(engine.header.sampling)
         proved = proved_epsilon(
             engine.header, engine.releases, neighbours=neighbours, accountant=accountant, charge="taken"

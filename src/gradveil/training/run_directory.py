@@ -1,9 +1,9 @@
-"""The run directory: what lies where, and how it gets there whole.
+"""The run directory: which file is where, and how it gets there whole.
 
     runs/<name>/
       config.toml          the settings, without the seed
       environment.json     versions, machine, command (without the seed)
-      ledger.jsonl         every release (ledger.py)
+      ledger.jsonl         every release (accounting/ledger.py)
       metrics.jsonl        loss, accuracy, epsilon over the steps
       secret.json          mode 0600: the seed of a seeded run
       audit.json           what gradveil audit found, if it was run
@@ -16,7 +16,6 @@ ledger's length and head at that moment. No pickle is ever written or read.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from typing import Any
 from gradveil import _files
 from gradveil.accounting import _run_lock
 from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.files import write_whole as write_whole
 from gradveil.errors import DataError, LedgerError, RunDirectoryError
 
 KEEP_CHECKPOINTS = 2
@@ -37,41 +37,9 @@ _MOST_LOOKS = 100_000  # records of metrics.jsonl that are kept; of more, every 
 _NO_SEED = "Put back the file as the run wrote it, or go on without the seed: gradveil train --resume RUN --new-noise"
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file so that it is there whole, and on disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        os.fchmod(descriptor, mode & ~_umask() if mode != 0o600 else mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    _sync_directory(path.parent)
-
-
 def _facts_hash(facts: Mapping[str, Any]) -> str:
     rest = {k: v for k, v in facts.items() if k != "facts_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
