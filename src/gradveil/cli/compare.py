@@ -46,8 +46,8 @@ def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
 
 
 _NOTE = (
-    "eps proved: from the verified ledger, under the neighbours that fit the sampler; infinite if nothing is proved. The "
-    "published figure is not a guarantee. Attack: median PSNR of the best attack."
+    "eps proved: from the verified ledger, under the neighbours that fit the sampler; infinite if nothing is proved. "
+    "The published figure is not a guarantee. Attack: median PSNR of the best attack."
 )
 
 
