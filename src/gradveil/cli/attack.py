@@ -12,7 +12,7 @@ import click
 
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
-from gradveil.cli._options import given
+from gradveil.cli._options import attack_names, completing, dataset_names, given, strategy_names
 from gradveil.cli._output import table, upper
 from gradveil.errors import ConfigError
 from gradveil.reports.facts import ATTACKS, RESULT
@@ -23,11 +23,20 @@ if TYPE_CHECKING:
 
 @click.command("attack")
 @click.argument("run_dir", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--dataset", help="Data set of the victims.  [default: digits, or the run's]")
-@click.option("--strategy", help="Strategy that releases the gradients.  [default: non-private, or the run's]")
+@click.option(
+    "--dataset",
+    shell_complete=completing(dataset_names),
+    help="Data set of the victims.  [default: digits, or the run's]",
+)
+@click.option(
+    "--strategy",
+    shell_complete=completing(strategy_names),
+    help="Strategy that releases the gradients.  [default: non-private, or the run's]",
+)
 @click.option("--compare", help="Comma-separated strategies, attacked with the same effort.")
 @click.option(
     "--attack",
+    shell_complete=completing(attack_names),
     default="cpl",
     show_default=True,
     help="cpl, dlg, idlg, inverting, map, analytic or prior; text for a --model that takes token ids.",
