@@ -250,6 +250,22 @@ def features_tried() -> str:
     return f"{said}\n\n{table(head, rows)}"
 
 
+def features_centred() -> str:
+    """Balanced features with and without the mean of the drawings, on held-out training examples."""
+    path = RESULTS / "features_centred.jsonl"
+    if not path.exists():
+        return ABSENT
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rates = list(dict.fromkeys(key for line in lines for key in line["accuracy"]))
+    head = ["set", "features", "seed", *(f"average {a}, rate {r}" for a, _, r in (key.partition("/") for key in rates))]
+    rows = [
+        [line["dataset"], line["features"], f"{line['seed']}", *(f"{line['accuracy'][key]:.4f}" for key in rates)]
+        for line in lines
+    ]
+    size = f"{lines[0]['batch']} x {lines[0]['steps']}, epsilon {lines[0]['epsilon']:g}"
+    return f"{size}; 2 CPU cores; `{lines[0]['command']}`.\n\n{table(head, rows)}"
+
+
 def filter_price() -> str:
     """What a privacy filter costs against the PLD of the same noises."""
     data = load("filter_price")
@@ -377,6 +393,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "features_tried": features_tried,
     "audit_bounds": audit_bounds,
     "filter_price": filter_price,
+    "features_centred": features_centred,
     "adaptive": adaptive,
     "adaclip_spread": adaclip_spread,
     "zoo_counts": zoo_tables.zoo_counts,
