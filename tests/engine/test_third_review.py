@@ -124,12 +124,16 @@ def test_a_step_that_is_never_twice_the_same_does_not_count_as_checked(step, dro
 
 def test_a_batch_in_the_closure_of_a_step_does_not_count_as_checked():
     engine, model, _, loader = made(Net())
-    with pytest.warns(UserWarning, match="pass it as an argument"):
+
+    def loop():
         for x, y in loader:
-            weights = x.abs().sum(1)
+            w = x.abs().sum(1)
             engine.run_step(
-                lambda x, y=y, w=weights: (F.cross_entropy(model(x), y, reduction="none") * w / w.mean()).mean(), x
+                lambda x, y=y, w=w: (F.cross_entropy(model(x), y, reduction="none") * w / w.mean()).mean(), x
             )
+
+    with pytest.warns(UserWarning, match="pass it as an argument"):
+        loop()
     assert checks_of(engine.ledger.notes, batches=6)["whole_step"] == 0
 
 
@@ -208,10 +212,15 @@ def test_an_error_carries_no_sums_without_noise():
         for x, y in loader:
             F.cross_entropy(model(x), y).backward()
     except BudgetExhausted as error:
-        at = error.__traceback__
+        at = error.__traceback__.tb_next  # of the loop itself: x and y
         while at is not None:
-            found += [v for v in at.tb_frame.f_locals.values() if isinstance(v, dict | torch.Tensor)]
+            found += [
+                (at.tb_frame.f_code.co_name, v)
+                for v in at.tb_frame.f_locals.values()
+                if isinstance(v, dict | torch.Tensor)
+            ]
             at = at.tb_next
     shapes = {p.shape for p in model.parameters()}
-    tensors = [t for v in found for t in (v.values() if isinstance(v, dict) else [v]) if isinstance(t, torch.Tensor)]
-    assert found and not [t for t in tensors if t.shape in shapes and not isinstance(t, nn.Parameter)]
+    held = [(name, t) for name, v in found for t in (v.values() if isinstance(v, dict) else [v])]
+    kept = [(n, t) for n, t in held if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
+    assert found and not [(n, t) for n, t in kept if t.shape in shapes]

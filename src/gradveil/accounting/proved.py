@@ -29,6 +29,7 @@ from gradveil.accounting._compose import (
 from gradveil.accounting._events import Charged, Unbounded, budget_of, remaining_steps, run_charges, taken_charges
 from gradveil.accounting.filter import NAME as FILTER
 from gradveil.accounting.filter import filtered
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.errors import UnknownNameError
 from gradveil.mechanism.records import Release, RunHeader
 
@@ -36,10 +37,12 @@ ChargedSteps = Literal["declared", "taken"]
 
 UNIT = "the unit of protection is one example"
 NOT_COVERED = "hyper-parameter search, and metrics computed from the training data (such as the loss), are not covered"
+GAUSSIAN = "the noise is taken to be exactly Gaussian; drawn in floating point it is not quite"
+ON_LATTICE = "the noise is drawn on a lattice: how far it is from Gaussian is charged in addition to delta"
 _ALWAYS = (
     UNIT,
     "which examples were drawn and what noise was added stay secret",
-    "the noise is taken to be exactly Gaussian; drawn in floating point it is not quite",
+    GAUSSIAN,
     NOT_COVERED,
 )
 _ONE_ROW = "each example contributes to at most one row of a batch in each step"
@@ -139,6 +142,8 @@ def _run_assumptions(
             views=header.plan.get("views", 1),
         )
     )
+    if is_covered(header):
+        notes[notes.index(GAUSSIAN)] = ON_LATTICE
     if header.seeded:
         notes.append(_SEEDED)
     if stopping is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gradveil.accounting._compose import Neighbours, default_view
 from gradveil.accounting._rounding import at_least, at_most, percent_at_most
 from gradveil.accounting.evidence import checks_of
+from gradveil.accounting.finite_precision import extra_delta, is_covered
 from gradveil.accounting.paper import PaperEpsilon, from_releases
 from gradveil.accounting.proved import NOT_COVERED, UNIT, ProvedEpsilon, proved_epsilon
 from gradveil.mechanism.records import Release, RunHeader
@@ -35,8 +36,17 @@ _NOT_COVERED = (
     "metrics computed from the training data, such as the loss, and what is decided by them: a learning rate that "
     "follows the training loss, say",
     "a seed that becomes known or is reused: anyone who knows the seed can subtract the noise",
-    "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian",
     "side channels, such as the time a step takes",
+)
+_FLOATING = (
+    "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian (noise='lattice' "
+    "covers it, on the CPU)"
+)
+_LATTICE = (
+    "covered: released values lie on a public lattice, their noise was drawn on it, and its scale allows for the "
+    "rounding; the distance of the draws from Gaussian ones adds at most {extra:.1e} to delta. Assumed: float32 "
+    "arithmetic moves the sum of clipped gradients by at most 0.04 % of the clip bound, and the cipher that the noise "
+    "comes from, ChaCha12, is not broken"
 )
 _GUARANTEE = {
     "proved": "its noise depends only on public settings and on values already released with noise",
@@ -157,7 +167,8 @@ class Statement:
             "accountant": self.proved.accountant,
             "trust_model": _TRUST,
             "covers": self._covers(),
-            "not_covered": list(_NOT_COVERED),
+            "not_covered": list(self.not_covered),
+            "floating_point": {"covered": is_covered(self.header), "extra_delta": self.extra_delta},
             "largest_success_of_a_membership_test": self.membership_success,
             "proved": self.proved.to_dict(),
             "proved_other": self.proved_other.to_dict(),
@@ -180,6 +191,15 @@ class Statement:
         if not math.isfinite(epsilon):
             return None
         return min(1.0, (1.0 + delta * math.exp(-epsilon)) / (1.0 + math.exp(-epsilon)))
+
+    @property
+    def extra_delta(self) -> float:
+        """What the finite precision of the noise adds to delta; 0 where it is not covered at all."""
+        return extra_delta(self.header, self.proved.epsilon, steps=max(self.header.steps, self.proved.steps_charged))
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        return _NOT_COVERED if is_covered(self.header) else (*_NOT_COVERED[:-1], _FLOATING, _NOT_COVERED[-1])
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -318,7 +338,9 @@ class Statement:
         rows += [_row("" if i else "Assumes", note) for i, note in enumerate(self.assumptions)]
         if header.seeded and not self.assumptions:
             rows.append(_row("Seed", _SEED))
-        rows += [_row("" if i else "Not covered", note) for i, note in enumerate(_NOT_COVERED)]
+        if is_covered(header) and self.assumptions:
+            rows.append(_row("Floating point", _LATTICE.format(extra=self.extra_delta)))
+        rows += [_row("" if i else "Not covered", note) for i, note in enumerate(self.not_covered)]
         return "\n".join(row.rstrip() for row in rows)
 
 

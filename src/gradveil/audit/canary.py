@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +174,8 @@ class _Silence(NoiseSource):
     def __init__(self) -> None:
         super().__init__(SecretKey(), 0)
 
-    def normals(self, count: int) -> list[float]:
-        return [0.0] * count
+    def noised(self, values: Sequence[float], std: float, *, sensitivity: float) -> tuple[float, ...]:
+        return tuple(values)
 
 
 @dataclass(frozen=True)

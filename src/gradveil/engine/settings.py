@@ -20,6 +20,7 @@ from gradveil.mechanism.strategies import PrivacyPlan, Strategy, get, parameters
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")
+NOISES = ("auto", "lattice", "float")
 ACCOUNTANTS = ("PLD", "filter")
 
 
@@ -46,6 +47,7 @@ class Settings:
     drops_examples: bool
     spot_checks: float
     durability: Durability
+    noise: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("clip", "sigma", "epsilon", "steps", "epochs", "delta", "views", "budget", "spot_checks"):
@@ -63,6 +65,7 @@ class Settings:
             ("stopping", STOPPINGS),
             ("accountant", (None, *ACCOUNTANTS)),
             ("durability", get_args(Durability)),
+            ("noise", NOISES),
         ):
             if getattr(self, name) not in known:
                 raise UnknownNameError(name, getattr(self, name), [word for word in known if word is not None])

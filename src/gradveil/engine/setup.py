@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.clipping import Clipper, sharding
+from gradveil.engine import run_files
 from gradveil.engine.backward import accumulator, backward_ended
 from gradveil.engine.guards import BudgetGuard, FilterGuard, fingerprint
 from gradveil.engine.header import run_header
@@ -111,6 +113,7 @@ def attach(engine: PrivacyEngine) -> None:
         sample_rate=engine.sampling.rate,
         batch_size=float(engine.sampling.batch_size),
         ranks=engine.ranks,
+        on_lattice=is_covered(engine.header),
     )
     engine._private = PrivateStep(
         key=engine._run_key,
@@ -148,7 +151,14 @@ def open_log(engine: PrivacyEngine) -> None:
         seeded=engine._key.seeded,
         durability=engine.settings.durability,
     )
+    if engine.settings.noise == "lattice" and engine.plan.strategy.is_private and not is_covered(engine.header):
+        raise RunDirectoryError(
+            "the run was begun with noise in floating point, and is to go on with noise='lattice'. A run keeps its "
+            "privacy settings: leave noise out, or start a new run."
+        )
     engine._run_key = engine._key.bound_to(engine._release_log.ledger.header.salt)
+    if engine.ranks.is_first:
+        run_files.begin(engine)
     if engine.plan.strategy.rule is not None:
         _let_rule_ask(engine)
 

@@ -130,12 +130,12 @@ class QuantileClip(BoundRule):
     def side_releases(self, clip_stats: ClipStats, noise: NoiseSource) -> tuple[AuxiliaryRelease, ...]:
         count = len(self.current)
         exact = [within - clip_stats.examples / 2.0 for within in clip_stats.counts_within()]
-        values = tuple(e + self.count_noise * z for e, z in zip(exact, noise.normals(count), strict=True))
+        sensitivity = math.sqrt(count) / 2.0
         return (
             AuxiliaryRelease(
                 name="within-bound counts",
-                values=values,
-                sensitivity=math.sqrt(count) / 2.0,
+                values=noise.noised(exact, self.count_noise, sensitivity=sensitivity),
+                sensitivity=sensitivity,
                 noise_std=self.count_noise,
             ),
         )

@@ -93,10 +93,11 @@ def starting_rule(
     *,
     device: torch.device,
     state: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, float] | None = None,
 ) -> BoundRule:
     """The strategy's bound rule as it starts, or in the ``state`` in which a run left it."""
     trained = {n: p.detach().to(device) for n, p in module.named_parameters() if p.requires_grad}
-    rule = make_rule(plan, groups, parameters=trained, batch_size=mean_over, options={})
+    rule = make_rule(plan, groups, parameters=trained, batch_size=mean_over, options=dict(options or {}))
     if state:
         rule.load_state_dict(state)
     return rule

@@ -1,6 +1,6 @@
 """How a model's operations follow the batch: what runs on parts of its first batch tell, before any gradient is taken.
 
-The runs are in plain_runs.py, what is learned from them in operations/plan.py. They leave nothing behind.
+The runs are in shadow_forward.py, what is learned from them in operations/plan.py. They leave nothing behind.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The first batches are checked, and after them batches that cannot be foreseen, for the whole run: a model may begin to
 mix examples late. Three things are looked at:
 
-    the model        independence.py (outputs) and rehearsal.py (gradients), in the mode training runs in, before the
-                     user's own call
+    the model        example_independence.py (outputs) and rehearsal.py (gradients), in the mode training runs in,
+                     before the user's own call
     the loss         loss_watch.py, when ``backward()`` is called
     the whole step   rehearsal.py; of a closed step: all that it computes of an example, with the others exchanged
 
