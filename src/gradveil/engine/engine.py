@@ -86,7 +86,7 @@ class PrivacyEngine:
                         charged; otherwise all declared steps are, since the loop sees what was released
         run_dir         where the ledger is kept; must not hold one already, unless ``resume``
         durability      "write": a killed process has spent what its ledger says; "fsync": a power cut too
-        noise           "lattice": private in floating point too, on the CPU (docs/noise.md); "float": in half the time,
+        noise           "lattice": private in floating point too (docs/noise.md); "float": in less than half the time,
                         not proved down to the last bit; "auto" (default): the first where it costs at most 3 % of a
                         step, which is on the CPU in batches of 500 or more
         seed            makes the run repeatable; anyone who knows it can subtract the noise

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from gradveil import __version__
 from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement_of
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.accounting.ledger import Contents
 from gradveil.engine import PrivacyEngine
 from gradveil.engine.cuda_graph import cuda_graph_step
@@ -334,7 +335,7 @@ class _Session:
         if checkpoint is not None:
             self._load(tensors, checkpoint.facts)
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
-        if self.device.type == "cuda" and captures() and not plain_together:
+        if self.device.type == "cuda" and captures() and not (plain_together or is_covered(self.engine.header)):
             self.take_step = cuda_graph_step(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
 
     # ---- the loop
