@@ -64,6 +64,10 @@ _SAMPLING = {
 _SEED = "the run was seeded: anyone who knows the seed can subtract the noise"
 _OWN_LOSS = "each example's loss depends on that example alone"
 _EARLIER = "no example's loss depends on examples of earlier batches, other than through released weights (not checked)"
+_WEIGHTS = (
+    "the weights at the start do not depend on these examples, or what they cost is charged beside this run; after "
+    "that only releases change the weights and buffers (not checked)"
+)
 _DRAWN = (
     "each step is taken on the batch that was drawn for it: its number of rows is checked, and the loader's own "
     "tensors of an earlier batch are refused; copies of other rows would not be noticed"
@@ -74,7 +78,8 @@ _FROM_ARGUMENTS = (
 )
 _POWER_CUT = "a power cut may lose the records of the last second of training; durability='fsync' closes that"
 _SYNCED = "every record is on disk before its release is used (durability='fsync')"
-_BEFORE = "what happens before the model, nor targets"  # what no check of the model and the loss sees
+# What no check of the model and the loss sees.
+_BEFORE = "what happens before the model, targets, or outputs that reach the loss in other ways"
 
 
 def _row(label: str, text: str) -> str:
@@ -202,7 +207,7 @@ class Statement:
         if not math.isfinite(self.proved.epsilon):
             return ()
         notes = [note for note in self.proved.assumptions if note not in (UNIT, NOT_COVERED)]
-        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER, _DRAWN]
+        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER, _WEIGHTS, _DRAWN]
         if self.checks is not None and self.checks.get("whole_step", 0):
             found.append(_FROM_ARGUMENTS)
         declared = 0 if self.checks is None else self.checks.get("public", 0)

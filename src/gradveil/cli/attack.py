@@ -24,44 +24,56 @@ if TYPE_CHECKING:
 
 @click.command("attack")
 @click.argument("run_dir", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--dataset", help="Whose training examples are attacked.  [default: digits, or the run's]")
-@click.option("--strategy", help="How their gradients are released.  [default: non-private, or as the run does]")
-@click.option("--compare", help="Several strategies, separated by commas, attacked with equal means.")
-@click.option("--attack", default="cpl", show_default=True, help="cpl, dlg, idlg, inverting, map, analytic or prior.")
-@click.option("--victims", default=20, show_default=True, help="Gradients attacked side by side.")
-@click.option("--batch", default=1, show_default=True, help="Examples behind each gradient.")
+@click.option("--dataset", help="Data set of the victims.  [default: digits, or the run's]")
+@click.option("--strategy", help="Strategy that releases the gradients.  [default: non-private, or the run's]")
+@click.option("--compare", help="Comma-separated strategies, attacked with the same effort.")
+@click.option(
+    "--attack",
+    default="cpl",
+    show_default=True,
+    help="cpl, dlg, idlg, inverting, map, analytic or prior; text for a --model that takes token ids.",
+)
+@click.option("--victims", default=20, show_default=True, help="Number of gradients to attack, in parallel.")
+@click.option("--batch", default=1, show_default=True, help="Examples per attacked gradient.")
 @click.option(
     "--observe",
     "view",
     type=click.Choice(["per-example", "per-example-noised", "batch"]),
     default="per-example-noised",
     show_default=True,
-    help="What the adversary sees.",
+    help="What the adversary observes.",
 )
-@click.option("--clip", default=4.0, show_default=True, help="Clip bound C, at the start.")
-@click.option("--sigma", default=6.0, show_default=True, help="Noise scale, at the start.")
-@click.option("--steps", default=1000, show_default=True, help="Steps of the run, over which schedules span.")
-@click.option("--step", default=0, show_default=True, help="The step that is seen; of a RUN, the one that comes next.")
-@click.option("--steps-seen", default=1, show_default=True, help="Steps from --step on that the victims are all in.")
-@click.option("--lr", default=0.1, show_default=True, help="Learning rate between the steps that are seen.")
-@click.option("--reading", type=click.Choice(["example", "batch"]), help="Reading of l2-max.  [default: example]")
+@click.option("--clip", default=4.0, show_default=True, help="Initial clip bound C.")
+@click.option("--sigma", default=6.0, show_default=True, help="Initial noise scale.")
+@click.option("--steps", default=1000, show_default=True, help="Total steps of the run, for its schedules.")
+@click.option("--step", default=0, show_default=True, help="First observed step; for a RUN, its next step.")
+@click.option(
+    "--steps-seen", default=1, show_default=True, help="Number of consecutive observed steps; the victims are in each."
+)
+@click.option("--lr", default=0.1, show_default=True, help="Learning rate between observed steps.")
+@click.option(
+    "--reading", type=click.Choice(["example", "batch"]), help="Interpretation of l2-max.  [default: example]"
+)
 @click.option(
     "--training-batch",
     "--batch-size",
     default=600,
     show_default=True,
-    help="Expected batch size of the training, by which mean and noise are divided.",
+    help="Expected training batch size: divisor of the sum and of the noise.",
 )
-@click.option("--iterations", default=300, show_default=True, help="At most.")
-@click.option("--network", help="Untrained network: cpl-net or relu-convnet (images), sigmoid-mlp.  [default: first]")
-@click.option("--seed", default=0, show_default=True, help="Of victims, weights, noise and starts.")
+@click.option("--iterations", default=300, show_default=True, help="Maximum number of iterations.")
+@click.option(
+    "--network",
+    help="Untrained network: cpl-net or relu-convnet (images), sigmoid-mlp (tables).  [default: by data set]",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of victims, weights, noise and initial guesses.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
+@click.option("--data-dir", help="Directory of the data sets.  [default: GRADVEIL_DATA]")
 @file_options
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder for the results.  [default: attacks/<data set>-<attack>-<time>, in RUN if there is one]",
+    help="Directory for the results.  [default: attacks/<data set>-<attack>-<time>, inside RUN if given]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
@@ -74,14 +86,15 @@ def command(
     as_json: bool,
     **rest: Any,
 ) -> None:
-    """Attack gradients as a strategy would release them, and judge what comes back.
+    """Reconstruct training examples from gradients, as a strategy would release them, and score the result.
 
-    Of an untrained network or, with RUN, of the model that a run has trained so far, at its next step. Prints one row
-    for each strategy and writes result.json and a picture of the first victim.
+    The gradients are those of an untrained network or, with RUN, of a run's model at its next step. Prints one row per
+    strategy; writes result.json and an image of the first victim.
 
-    With --model and --gradients or --captured, of your own model: what of --clip, --sigma, --sensitivity, --batch-size
-    and --observe is given says how the gradients were released (nothing: undefended), and what comes back is judged
-    where --truth is given.
+    To attack gradients of your own model, give --model and either --gradients or --captured. --clip, --sigma,
+    --sensitivity, --batch-size and --observe then describe how they were released (none given: no defence). The
+    result is scored if --truth is given. For a model of token ids, use --attack text: --input-shape is the number of
+    tokens, and --truth has the ids as x.
     """
     from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target

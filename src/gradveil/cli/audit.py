@@ -34,38 +34,45 @@ _OF_A_RUN = {
 
 @click.command("audit")
 @click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--strategy", help="Strategy (gradveil strategies lists them).")
-@click.option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
-@click.option("--sigma", type=float, help="Noise scale, at the start.  [default: 6]")
+@click.option("--strategy", help="Strategy (see: gradveil strategies).")
+@click.option("--clip", type=float, help="Initial clip bound C.  [default: 4]")
+@click.option("--sigma", type=float, help="Initial noise scale.  [default: 6]")
 @click.option("--delta", type=float, help="[default: 1e-5]")
 @click.option("--clipping", help="per-layer or flat.  [default: per-layer]")
-@click.option("--reading", type=click.Choice(strategies.READINGS), help="Reading of l2-max.  [default: example]")
-@click.option("--decay", type=_DECAYS, help="Shape of whatever decays.")
+@click.option("--reading", type=click.Choice(strategies.READINGS), help="Interpretation of l2-max.  [default: example]")
+@click.option("--decay", type=_DECAYS, help="Shape of every decay: clip bound and sigma.")
 @click.option("--clip-end", type=float, help="Clip bound at the last step.  [default: half of --clip]")
 @click.option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
-@click.option("--fixed-variance", is_flag=True, default=None, help="Constant noise std: sigma_t = varsigma / S_t.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
-@click.option("--dataset", help="Whose test examples are used.  [default: digits, or the run's]")
-@click.option("--model", help="A network that gradveil train knows.  [default: auto, or the run's]")
+@click.option(
+    "--fixed-variance", is_flag=True, default=None, help="Keep the noise std constant: sigma_t = varsigma / S_t."
+)
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Strategy-specific setting; may be repeated."
+)
+@click.option("--dataset", help="Data set whose test examples are used.  [default: digits, or the run's]")
+@click.option("--model", help="Network (as in gradveil train).  [default: auto, or the run's]")
 @click.option("--lr", type=float, help="Learning rate.  [default: 0.05]")
-@click.option("--steps", default=2000, show_default=True, help="Steps of the step-bit audit, each a coin.")
-@click.option("--runs", default=0, show_default=True, help="Whole runs to audit besides, half of them with the canary.")
-@click.option("--run-steps", default=10, show_default=True, help="Steps of each of them.")
-@click.option("--sample-rate", default=0.5, show_default=True, help="With which they draw their batches.")
-@click.option("--jobs", default=1, show_default=True, help="Processes that share them.")
-@click.option("--examples", default=16, show_default=True, help="In the data, the canary among them.")
-@click.option("--as-they-are", is_flag=True, help="Do not weigh the other examples down.")
-@click.option("--confidence", default=0.95, show_default=True, help="Of all bounds together.")
-@click.option("--seed", default=0, show_default=True, help="Of coins, noise and initial weights.")
-@click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="[default: audit.json in RUN, or no file]")
+@click.option("--steps", default=2000, show_default=True, help="Steps of the per-step audit; each is one coin flip.")
+@click.option("--runs", default=0, show_default=True, help="Whole runs to audit as well, half of them with the canary.")
+@click.option("--run-steps", default=10, show_default=True, help="Steps of each of these runs.")
+@click.option("--sample-rate", default=0.5, show_default=True, help="Sampling rate of these runs.")
+@click.option("--jobs", default=1, show_default=True, help="Number of processes for these runs.")
+@click.option("--examples", default=16, show_default=True, help="Number of examples, including the canary.")
+@click.option("--as-they-are", is_flag=True, help="Do not scale down the other examples.")
+@click.option("--confidence", default=0.95, show_default=True, help="Joint confidence of all bounds.")
+@click.option("--seed", default=0, show_default=True, help="Seed of coins, noise and initial weights.")
+@click.option("--data-dir", help="Directory of the data sets.  [default: GRADVEIL_DATA]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="[default: audit.json in RUN; without RUN, no file]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print audit.json instead of a table.")
 def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> None:
-    """Audit a strategy: how much does it leak, at least, of whether one example took part?
+    """Measure a lower bound on the epsilon of a strategy.
 
-    A canary is put into live private training, and an auditor who knows everything but its coin and the noise guesses.
-    What comes out is a lower bound on epsilon. One above what is proved shows a fault: exit code 1. One below it proves
-    nothing. With RUN, the strategy and numbers of a run: the audit trains anew, and reads none of its training data.
+    A canary is added to private training at random, and an auditor who knows everything except the noise guesses when.
+    The result is a lower bound on epsilon. A bound above the proved epsilon shows a fault (exit code 1); one below it
+    proves nothing. With RUN, the strategy and settings of that run are audited: the audit trains its own models and
+    does not read the run's training data.
     """
     from gradveil.audit import audit_json, audit_runs, audit_steps, setting_of
     from gradveil.audit.runs import check_runs

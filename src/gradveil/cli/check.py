@@ -15,15 +15,15 @@ from gradveil.errors import ConfigError
 
 @click.command("check")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--max-epsilon", type=float, help="The proved epsilon may be this much. An unproved one does not pass.")
+@click.option("--max-epsilon", type=float, help="Maximum proved epsilon. An unproved one fails.")
 @click.option(
     "--neighbours",
     type=click.Choice(["add-remove", "replace-one"]),
-    help="Under which epsilon is meant.  [default: those that suit the sampler]",
+    help="Neighbouring relation of the epsilon.  [default: by sampler]",
 )
-@click.option("--max-delta", type=float, help="Delta may be this much.")
-@click.option("--max-attack-psnr", type=float, help="The nearest attack on the run may reach this PSNR, in dB.")
-@click.option("--min-accuracy", type=float, help="The last test accuracy must be this much.")
+@click.option("--max-delta", type=float, help="Maximum delta.")
+@click.option("--max-attack-psnr", type=float, help="Maximum PSNR, in dB, of the best attack on the run.")
+@click.option("--min-accuracy", type=float, help="Minimum test accuracy at the end.")
 @click.option("--junit", type=click.Path(path_type=Path), metavar="FILE", help="Write the gates as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the gates as JSON.")
 def command(
@@ -36,7 +36,7 @@ def command(
     junit: Path | None,
     as_json: bool,
 ) -> None:
-    """Check that each RUN keeps to limits: exit code 0 if all do, 1 and the reasons if not, 4 for an invalid ledger."""
+    """Check each RUN against limits: exit code 0 if all pass, 1 and the reasons if not, 4 for an invalid ledger."""
     from gradveil.reports.facts import read_run
     from gradveil.reports.gates import Limits, judge, to_junit
     from gradveil.training.run_directory import write_whole

@@ -40,11 +40,13 @@ VICTIMS, SHOWN = 6, 3
 
 
 @click.command("demo")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the runs (default: a new folder).")
-@click.option("--seed", type=int, default=None, help="Make it repeatable.")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Directory for the runs.  [default: a new temporary one]"
+)
+@click.option("--seed", type=int, default=None, help="Make the demo reproducible.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(run_dir: Path | None, seed: int | None, as_json: bool) -> None:
-    """Train plainly and privately on digits, attack each way of training, and write a page that shows what leaks."""
+    """Train digits five ways, with and without privacy, attack each, and write a report of what leaks."""
     from gradveil.api import report
     from gradveil.cli.train import _train
     from gradveil.training.loop import train
@@ -134,9 +136,9 @@ def _table(results: dict[str, Result], attacked: dict[str, dict[str, AttackResul
     table(
         [*head, *(f"{kind}, dB" for kind in ATTACKS), "noise std first/last"],
         rows,
-        title="digits: what each way of training costs, proves and gives away",
+        title="digits: accuracy, guarantee and leakage of each way of training",
         note="eps proved: add or remove one example, delta 1e-5, PLD. Infinite where the noise depends on the data "
-        "(l2-max) or there is none. The published figure is not a guarantee. dB: how near an attack on the first "
-        f"step's gradient of one digit comes, median of {VICTIMS}; {guess:.1f} is what guessing gives, above 30 is a "
-        "copy. map knows the defence, cpl does not.",
+        "(l2-max) or there is none. The published figure is not a guarantee. dB: PSNR of attacks on the gradient of "
+        f"one digit at the first step, median of {VICTIMS}; guessing reaches {guess:.1f}, above 30 is a copy. "
+        "map knows the defence, cpl does not.",
     )

@@ -7,32 +7,24 @@ from pathlib import Path
 
 import click
 
-from gradveil.accounting.ledger import Contents
 from gradveil.cli._output import number, table
+from gradveil.cli.account import open_run
 from gradveil.mechanism.records import Release
 from gradveil.training.run_directory import RunDirectory
 
 
 @click.group("ledger")
 def command() -> None:
-    """Verify or show the ledger of a run: the record that every privacy claim is computed from."""
-
-
-def _open(run: Path) -> Contents:
-    """A run directory's ledger checked against its checkpoints, or a ledger file by itself."""
-    from gradveil.accounting import ledger
-
-    if run.is_file():
-        return ledger.read(run)
-    return RunDirectory(run).verified_ledger()
+    """Verify or show the ledger of a run, from which every privacy claim is computed."""
 
 
 @command.command("verify")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, as_json: bool) -> None:
-    """Check every line's hash, the chain, and the newest checkpoint's pin. Exit code 4 if anything is off."""
-    contents = _open(run)
+    """Verify hashes, chain and newest checkpoint. Exit code 4 if anything does not match."""
+    contents = open_run(run)
+    writer = RunDirectory(run.parent if run.is_file() else run).writer() if contents.ended is None else None
     if as_json:
         facts = {
             "valid": True,
@@ -41,6 +33,7 @@ def verify(run: Path, as_json: bool) -> None:
             "head": contents.head,
             "half_written_last_line": contents.torn,
             "ended": contents.ended,
+            "running": writer is not None,
         }
         click.echo(json.dumps(facts))
         return
@@ -50,8 +43,10 @@ def verify(run: Path, as_json: bool) -> None:
             f"line {contents.length + 1} is half-written: the process was stopped while writing it. It counts as one "
             "release spent; resuming the run repairs the file."
         )
-    if contents.ended is None:
-        click.echo("the run has not ended: it is running, or was interrupted (gradveil train --resume).")
+    if writer is not None:
+        click.echo(f"the run is still running: {writer} writes to it.")
+    elif contents.ended is None:
+        click.echo("the run has not ended: it was interrupted. To go on: gradveil train --resume RUN")
     else:
         click.echo(f"the run ended: {contents.ended}")
 
@@ -62,7 +57,7 @@ def verify(run: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print header and releases as JSON.")
 def show(run: Path, last: int, as_json: bool) -> None:
     """Show the header and the releases."""
-    contents = _open(run)
+    contents = open_run(run)
     releases = contents.releases[-last:] if last else contents.releases
     if as_json:
         shown = {"header": contents.header.to_dict(), "releases": [r.to_dict() for r in releases]}

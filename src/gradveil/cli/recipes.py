@@ -16,7 +16,7 @@ from gradveil.training import recipes
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(name: str | None, as_json: bool) -> None:
-    """List the recipes of gradveil train --recipe; with a NAME, its settings as TOML, for --config."""
+    """List the recipes of gradveil train --recipe. With NAME, print its settings as TOML."""
     chosen = [recipes.get(known) for known in ([name] if name is not None else recipes.names())]
     if as_json:
         click.echo(json.dumps([_to_json(recipe) for recipe in chosen], indent=1))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.clipping import cuda_dispatch as on_cuda
 from gradveil.clipping.backends import cuda
-from gradveil.clipping.backends import cuda_dispatch as on_cuda
 from gradveil.clipping.backward_pass import BackwardPass, ClipStats, DeviceBounds, inside
 from gradveil.clipping.per_sample_grads import CombinedGrads, PerSampleGrads, Weigh, WhitenedGrads, weights_of
 from gradveil.clipping.rules.linear import LinearGrads

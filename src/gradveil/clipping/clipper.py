@@ -22,7 +22,7 @@ The sums go to whoever set :attr:`Clipper.on_end`; autograd, and ``.grad``, get 
     a hook on a parameter's gradient                      refused: there is no gradient for it to see
 
 How. While the model's forward runs, every operation that takes a parameter goes through an autograd function
-(operations/): its backward gets the operation's input and output gradient, from which a rule (rules/, uses.py)
+(operations/): its backward gets the operation's input and output gradient, from which a rule (rules/)
 computes norms and the clipped sum. The ordinary weight gradient is never computed, and none is returned for a
 parameter. Groups that lie inside one operation are clipped on the spot; groups that span several, and parameters
 that are used twice, are kept and clipped when the backward pass ends.

@@ -49,6 +49,7 @@ class ModelCall:
         self._late: list[tuple[tuple[Base, int], Site, str]] = []  # operations of this pass that no plan knows yet
         self._before: tuple[Any, Any, Moment] | None = None  # the call, and what was before it
         self._checking = False  # whether the model is looked at in the current pass
+        self._buffers: list[tuple[str, int, int]] = []  # as they were before the current pass
 
     @property
     def is_followed(self) -> bool:
@@ -130,7 +131,7 @@ class ModelCall:
         plain: list[Tensor] | None = None,
         before: tuple[Any, Any, Moment] | None = None,
     ) -> None:
-        current.step = self._clipper.steps
+        current.step, self._buffers = self._clipper.steps, self._clipper.parameters.buffer_versions()
         self.current, self._checking, self._plain_output = current, checking, plain
         self._late, self._before = [], before
 
@@ -210,6 +211,8 @@ class ModelCall:
             check_same_output(output, plain)
         if self._checking:
             self.model.passed = True
+        if self._buffers and not clipper.sharded:
+            self._check_buffers(args, kwargs, current)
         _check_order(current)
         for tie in clipper.units.ties:
             if current.library is not None and any(current.uses(unit) for unit in tie.units):
@@ -232,6 +235,17 @@ class ModelCall:
             return output
         mean = clipper.loss_reduction == "mean"
         return clipper.checks.after_call(output, current.rows, scaled=scale != 1.0, mean=mean)
+
+    def _check_buffers(self, args: Any, kwargs: Any, current: BackwardPass) -> None:
+        """Refuse a call that writes to a buffer, unless runs of the model show that it is not of the examples."""
+        after = self._clipper.parameters.buffer_versions()
+        written = {now[0] for before, now in zip(self._buffers, after, strict=False) if before != now}
+        if not self.model.passed or written <= self.model.written:
+            return
+        if current.rows > 1:
+            self.model.look(args, kwargs, current.rows)  # in another mode than before, say
+        if unknown := sorted(written - self.model.written):
+            raise refusal("buffer", unknown[0])
 
     def _look_at_late(self, late: Any, before: Any, args: Any, kwargs: Any, current: BackwardPass) -> Any:
         """Learn the plan of operations that came up in this pass; the output the model must have given, if known."""

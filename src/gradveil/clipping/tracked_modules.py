@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gradveil.clipping.backends.layers import Layers, NativeWatch
-from gradveil.clipping.backends.native_layers import native_layer
 from gradveil.clipping.groups import Group
+from gradveil.clipping.native_layers import native_layer
 from gradveil.clipping.operations.sources import Source, slots_of
 from gradveil.clipping.rules.layer import LayerRule
 
 if TYPE_CHECKING:
-    from gradveil.clipping.backends.native_layers import NativeLayer
+    from gradveil.clipping.native_layers import NativeLayer
     from gradveil.clipping.operations.table import LayerOperation, Statics
     from gradveil.clipping.parameter_guard import Watch
     from gradveil.clipping.tracked_parameters import TrackedParameters

@@ -34,6 +34,11 @@ class TrackedParameters:
         self._holders: list[tuple[dict[str, Any], str, Tensor, str]] = []  # where each parameter stands
         self._frozen = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
         self._norms = normalisations(module)  # over the batch, while they train
+        self._buffers = [
+            (child._buffers, leaf, f"{prefix}.{leaf}" if prefix else leaf)
+            for prefix, child in module.named_modules()
+            for leaf in child._buffers
+        ]
         self._registered = False  # whether some module, anywhere, has got a parameter or a child since the last look
         if self.sharded:
             return
@@ -74,6 +79,11 @@ class TrackedParameters:
         if len(common) == 1:
             return common.pop()
         return f"{operation} of {', '.join(repr(self.named[slot][0]) for slot in slots)}"
+
+    def buffer_versions(self) -> list[tuple[str, int, int]]:
+        """Name, identity and version of each buffer: what is another after a call was written to by it."""
+        held = [(name, place.get(leaf)) for place, leaf, name in self._buffers]
+        return [(name, id(t), t._version) for name, t in held if t is not None]
 
     def forget(self) -> None:
         for slot, (_, parameter) in enumerate(self.named):

@@ -45,14 +45,22 @@ _WARM_UPS = 3  # eager rounds before a capture: libraries choose their algorithm
 
 
 def cuda_graph_step(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> CapturedStep:
-    """A step of a private run, captured as CUDA graphs at its first calls.
+    """The training step as CUDA graphs, captured at the first calls: same samples, noise and releases as eagerly.
 
-    loss       from (output, target) to one loss per example; one that takes ``reduction`` is called with "none"
-    capacity   examples of the first graph (default: the batch size, and one standard deviation of its Poisson size)
+    The model must not read values on the host (no ``.item()``), and its shapes must depend on the batch's only.
 
-    With several views of an example (see :class:`~gradveil.PrivacyEngine`) a batch and its losses have a row for each.
-    The model must not look at values on the host (no ``.item()``), and its shapes must depend on those of the batch
-    only. Call the result with each batch of the private loader, in place of zero_grad, backward and step.
+    Args:
+        engine: An engine after ``make_private``, with its model on a GPU.
+        loss: From (output, target) to one loss per example; one that takes ``reduction`` is called with "none". With
+            ``views=K`` it gets, and returns, K rows per example.
+        capacity: Examples in the first graph. By default the batch size plus one standard deviation of its Poisson
+            size.
+
+    Returns:
+        A function of a batch of the private loader, to be called instead of zero_grad, backward and step.
+
+    Raises:
+        ConfigError: The run cannot be captured: no GPU, a sharded model, or plain training on several processes.
     """
     return CapturedStep(engine, loss, capacity=capacity)
 

@@ -1,4 +1,4 @@
-"""The pieces of a captured step (captured.py): what each does on fixed buffers, and the graph that holds some of them.
+"""The pieces of a CUDA-graph step (cuda_graph.py): what each does on fixed buffers, and the graph of some of them.
 
 Gathered   what the parts of a batch add up to
 Part       forward and backward of a part

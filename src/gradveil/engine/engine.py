@@ -1,18 +1,7 @@
-"""PrivacyEngine: puts sampling, clipping, noise, ledger and accounting around a user's own loop.
+"""PrivacyEngine: sampling, clipping, noise, ledger and accounting around a user's own loop (see docs/own-model.md).
 
-    engine = gradveil.PrivacyEngine(strategy="dyn-s-decay", clip=4.0, sigma=6.0, steps=1000, delta=1e-5)
-    model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()   # clips, records, adds noise: .grad is already private
-        optimizer.step()                          # any optimizer: what is done with .grad is post-processing
-    print(engine.statement())
-
-The sums of clipped gradients never stand where user code can reach them: not in ``.grad``, not in autograd's results,
-not in a public attribute. The release is made at the end of ``backward()`` (step.py).
-
-The model and the optimizer that come back are the ones that went in: same objects, same classes, same
-state_dict keys. :meth:`PrivacyEngine.detach` removes every trace of the engine.
+User code never reaches the sums of clipped gradients; the release is made at the end of ``backward()`` (step.py). Model
+and optimizer stay the same objects, with the same state_dict keys; ``detach`` removes every trace of the engine.
 """
 
 from __future__ import annotations
@@ -20,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
+from gradveil.clipping.validation.spot_checks import tensors_held_by
 from gradveil.engine import resume, setup
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
@@ -59,44 +50,44 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 class PrivacyEngine:
-    """Trains a model under one strategy and records every release.
+    """Trains a model with differential privacy: clips, records and adds noise inside ``backward()``.
 
-    Its settings::
+    Guarantee: after :meth:`make_private`, ``.grad`` only ever holds released gradients. Each is clipped per example,
+    noised and described by one record in the ledger, from which :meth:`statement` and :attr:`epsilon` are computed.
 
-        strategy        a name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`
-        clip, sigma     starting values C_0 and sigma_0, or whole schedules
-        epsilon         in place of sigma: make_private finds the sigma with which the whole run spends it
-        steps           the number of steps the run declares; the schedules span them
-        epochs          in place of steps: each pass over the loader is one epoch
-        delta           must be below 1/N
-        sampling        poisson (default), without-replacement, with-replacement; shuffle needs allow_unproved
-        clipping        per-layer (default), flat, or a mapping of group names to parameter names
-        reading         of the l2-max strategies: "example" (default, the paper's text) or "batch"
-        decay, *_decay, *_end   shape and end value of what decays (:func:`gradveil.mechanism.strategies.parameters`)
-        fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
-        options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
-        loss_reduction  what the user's loss does over the batch: "mean" or "sum"
-        views           rows of one example, such as augmentations of an image; see below
-        drops_examples  the loop leaves out examples of a batch, each by its own content alone
-        spot_checks     share of the time for checking that each example's loss depends on that example alone, after
-                        the first batches, at steps that cannot be foreseen; 1 checks every batch, 0 only the first
-        budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
-                        is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
-        stopping        "public": when training ends is decided without the private data, and the steps taken are
-                        charged; otherwise all declared steps are, since the loop sees what was released
-        run_dir         where the ledger is kept; must not hold one already, unless ``resume``
-        durability      "write": a killed process has spent what its ledger says; "fsync": a power cut too
-        noise           "lattice": private in floating point too (docs/noise.md); "float": in less than half the time,
-                        not proved down to the last bit; "auto" (default): the first where it costs at most 3 % of a
-                        step, which is on the CPU in batches of 500 or more
-        seed            makes the run repeatable; anyone who knows it can subtract the noise
+    Args:
+        strategy: A name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`.
+        clip, sigma: Initial clip bound C_0 and noise scale sigma_0, or whole schedules.
+        epsilon: Instead of sigma: ``make_private`` finds the sigma with which the whole run spends it.
+        steps, epochs: What the run declares. With epochs, each pass over the loader is one epoch.
+        delta: Must be below 1/N.
+        sampling: "poisson", "without-replacement", "with-replacement"; "shuffle" needs ``allow_unproved``.
+        clipping: "per-layer", "flat", or a mapping of group names to parameter names.
+        reading: Interpretation of l2-max: "example" (the paper's text, default) or "batch".
+        decay, clip_decay, clip_end, sigma_decay, sigma_end: Shape and end value of what decays
+            (:func:`gradveil.mechanism.strategies.parameters`).
+        fixed_variance: Constant noise: sigma_t = varsigma / S_t with varsigma = sigma_0 C_0.
+        options: Settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...).
+        loss_reduction: What your loss does over the batch: "mean" or "sum".
+        views: Augmentation multiplicity K: each example has K consecutive rows, whose gradients are averaged before
+            clipping, at no cost in privacy. ``torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)`` builds the rows.
+        drops_examples: The loop leaves out examples of a batch, each by its own content alone.
+        spot_checks: Share of the time for checking, at unpredictable steps, that examples are independent.
+        budget: The largest proved epsilon to spend; the step that would exceed it is refused.
+        allow_unproved: Allow settings without a proof; a budget is then of the published epsilon (MA).
+        stopping: "public" declares that the end of training does not depend on private data: only the steps taken are
+            charged. Otherwise all declared steps are, since the loop sees what was released.
+        run_dir, resume: Directory of the ledger; must not contain one, unless ``resume``.
+        durability: "write": a killed process has spent what its ledger says; "fsync": a power cut, too.
+        noise: "lattice": private in floating point too (docs/noise.md); "float": in half the time, not
+            proved down to the last bit; "auto": "lattice" where it costs at most 3 % of a step (batches from 500).
+        seed: Makes the run reproducible. Anyone who knows it can subtract the noise.
 
-    With ``views=K`` an example of the batch has K rows, one after the other (rows i K to i K + K - 1 are those of
-    example i); its gradient is the mean over them, and is clipped once. What one example can do, and what is spent, is
-    the same for any K. The loss is a mean, or a sum, over all rows::
+    Raises:
+        ConfigError: A setting is invalid or contradicts another.
 
-        rows = torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)   # not torch.cat: it would mix examples
-        F.cross_entropy(model(rows), y.repeat_interleave(2)).backward()
+    >>> PrivacyEngine(strategy="baseline", clip=1.0, sigma=3.0, steps=10)
+    PrivacyEngine(baseline, not set up)
     """
 
     _run_key: SecretKey  # bound to the run
@@ -196,13 +187,20 @@ class PrivacyEngine:
         batch_size: int | None = None,
         physical_batch_size: int | None = None,
     ) -> tuple[M, O, PrivateLoader]:
-        """The same module and optimizer, and a loader that draws the batches.
+        """Attach the engine to a model and replace the loader by one that draws the batches.
 
-        From a DataLoader, the batch size is its own and its sampler is replaced; from a Dataset, give
-        ``batch_size``. A logical batch larger than ``physical_batch_size`` comes in parts; call zero_grad,
-        backward and step for each part as usual: the release, and the update, happen at the last.
+        Args:
+            module, optimizer: The model and its optimizer; they stay the same objects. Make more optimizers at will.
+            data_loader: A DataLoader, whose sampler is replaced, or a Dataset, which needs ``batch_size``.
+            batch_size: Expected batch size.
+            physical_batch_size: Microbatch size. Write the loop as usual: release and update happen at the last one.
 
-        Other optimizers for the same parameters may be made at any time: ``.grad`` only ever holds what was released.
+        Returns:
+            The same module and optimizer, and the private loader.
+
+        Raises:
+            ConfigError: A setting does not fit the data, such as delta >= 1/N.
+            UnsupportedModelError: The model mixes examples or cannot be clipped per example.
         """
         if self._release_log is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
@@ -240,9 +238,7 @@ class PrivacyEngine:
         self._drawn = Drawn(self._batches)
         if private:
             self.rule = setup.make_rule(self, self.plan)
-            self._clipper = setup.make_clipper(
-                self
-            )  # before the ledger: a model that is refused leaves no run directory
+            self._clipper = setup.make_clipper(self)  # before the ledger: a refused model leaves no run directory
         try:
             setup.open_log(self)
         except BaseException:
@@ -263,9 +259,8 @@ class PrivacyEngine:
                 optimizer.register_step_pre_hook(ModelHook(self._loop.before_step)),
                 optimizer.register_step_post_hook(ModelHook(self._loop.after_step)),
             ]
-        self._handles += [
-            inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
-        ]
+        commits = ModelHook(lambda *_: self.commit(), before_copy=self.commit)
+        self._handles.append(inner.register_state_dict_pre_hook(commits))
         loader = PrivateLoader(
             dataset=source.dataset,
             batch_size=source.batch_size,
@@ -284,10 +279,10 @@ class PrivacyEngine:
 
     @contextmanager
     def public_data(self, note: str = "") -> Iterator[None]:
-        """Passes of the model in here are on data that is declared public: not clipped, not noised, not counted.
+        """Declare the passes of the model in this context public: no clipping, no noise, nothing charged.
 
-        The ledger notes it, with ``note`` (which data, say). Gradients go to ``.grad`` as in ordinary training. That
-        the data is public is an assumption of the statement; a private batch in here would be released as it is.
+        The ledger records it with ``note`` (for example, which data). Gradients go to ``.grad`` as in ordinary
+        training. The statement lists it as an assumption: a private batch in here would be released as it is.
         """
         if self._clipper is None:
             yield
@@ -297,19 +292,23 @@ class PrivacyEngine:
             yield
 
     def run_step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
-        """The whole step on one batch of the loader: zero_grad, loss, backward, update; the loss, detached.
+        """Take the whole step on one batch of the loader: zero_grad, loss, backward, update.
 
-        ``loss_fn(*batch)`` includes preprocessing, model and loss, and is a mean (or sum, by ``loss_reduction``) over
-        the examples. What it computes from its arguments is checked, at the first batches and at steps that cannot be
-        foreseen: each example's gradient must stay the same when the other examples of the batch are exchanged. That
-        covers what a loop of your own does not show: centring or mixing inputs, masks and normalisers from the
-        targets. It does not cover what the collate_fn and the loop did to the batch before.
+        The first batches, and some at unpredictable steps, are checked end to end: each example's gradient must stay
+        the same when the other examples are exchanged. That covers what the engine cannot see in a loop of your own:
+        centring or mixing inputs, masks and normalisers from the targets. It does not cover the collate_fn.
+
+        Args:
+            loss_fn: From a batch of the loader to the mean (or sum, by ``loss_reduction``) over its examples.
+            batch: What the loader returned.
+
+        Returns:
+            The loss, detached.
         """
         clipper, ticket = self._clipper, self._batches.ticket
         if clipper is not None and ticket is not None and self._batches.is_open:
-            clipper.checks.whole_step(
-                lambda batch: clipper.rehearse(lambda: loss_fn(*batch).backward()), batch, ticket.size
-            )
+            rehearse = partial(_rehearse, clipper, loss_fn)
+            clipper.checks.whole_step(rehearse, batch, ticket.size, holds=tensors_held_by(loss_fn))
         self.optimizer.zero_grad()
         loss = loss_fn(*batch)
         loss.backward()
@@ -319,13 +318,14 @@ class PrivacyEngine:
     def record_gradients(
         self, path: str | os.PathLike[str], *, steps: int | Iterable[int] = 1, view: str = "batch"
     ) -> Recorder:
-        """Record what an adversary would see of coming steps, in a folder that only the owner can read.
+        """Record what an adversary would see of coming steps, in a directory that only its owner can read.
 
-        steps   how many of the next ones, or which
-        view    "batch", what is released; "per-example", "per-example-noised" with physical_batch_size=1
+        Written are the gradient, the weights it was taken at and what is public about its release; never the batch.
+        Training and ledger do not change by a bit. ``gradveil attack --captured`` reads the directory.
 
-        The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
-        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see record_gradients.py.
+        Args:
+            steps: How many of the next steps, or which.
+            view: "batch", what is released; "per-example" or "per-example-noised" with ``physical_batch_size=1``.
         """
         from gradveil.engine.record_gradients import Recorder
 
@@ -408,12 +408,12 @@ class PrivacyEngine:
         return f"<pre>{escape(text)}</pre>"
 
     def commit(self) -> None:
-        """Bring the ledger to disk (fsync); called by itself before checkpoints and statements."""
+        """Sync the ledger to disk; called automatically before checkpoints and statements."""
         if self._release_log is not None:
             self.ledger.commit()
 
     def statement(self) -> Statement:
-        """What is proved, what is only as published, what is not covered; ``print`` it."""
+        """The privacy statement: what is proved, what is only as published, what is not covered. Print it."""
         from gradveil.accounting import statement
         from gradveil.accounting.evidence import checks_of
 
@@ -422,33 +422,36 @@ class PrivacyEngine:
         return statement(self.header, releases, checks=checks_of(self.ledger.notes, batches=len(releases)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on: step, the bound rule's state, and what was spent.
+        """What a checkpoint needs: the step, the state of adaptive bounds, and what was spent.
 
-        Holds no seed and no generator state. An engine that has the run's ledger goes on from it; one that has a new
-        ledger takes over what was spent, so that its budget and statement are right.
+        It contains no seed and no generator state. An engine with the run's ledger continues it; one with a new ledger
+        takes over what was spent, so that budget and statement stay right.
         """
         return resume.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. Releases that the ledger holds beyond it stay charged.
+        """Continue from a checkpoint. Releases that the ledger holds beyond it stay charged.
 
-        Refused where this engine's ledger is not the one of the checkpoint and the checkpoint does not say what was
-        spent: earlier steps would not be charged. Refused too where the checkpoint's run declared steps that this one
-        would not charge: a run that may have stopped on released values is charged for all it declared.
+        Raises:
+            LedgerError, PrivacyViolation: Steps that were taken or declared before would not be charged.
         """
         resume.load_state_dict(self, state)
 
     def close(self, reason: str = "finished") -> None:
-        """Note the end of the run in the ledger, and detach."""
+        """Record the end of the run in the ledger, and detach."""
         if self._release_log is not None:
             self._release_log.end(reason)
         self.detach()
 
     def detach(self) -> None:
-        """Give the user's model and optimizer back untouched; the ledger is brought to disk."""
+        """Remove everything from the model and the optimizer; sync the ledger to disk."""
         self.commit()
         for handle in self._handles:
             handle.remove()
         self._handles = []
         if self._clipper is not None:
             self._clipper.detach()
+
+
+def _rehearse(clipper: Clipper, loss_fn: Callable[..., Tensor], batch: Any) -> list[Tensor] | None:
+    return clipper.rehearse(lambda: loss_fn(*batch).backward())

@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 
 from gradveil import __version__
+from gradveil.accounting.files import write_whole
 from gradveil.clipping import Group
 from gradveil.errors import ConfigError, DataError, RunDirectoryError, UnknownNameError
 from gradveil.mechanism.records import Release
-from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
     from gradveil.engine import PrivacyEngine

@@ -32,8 +32,8 @@ class Gate:
 
 
 def judge(run: RunFacts, limits: Limits) -> list[Gate]:
-    """Every gate of one run; its ledger is always one."""
-    found = [_ledger(run)]
+    """Every gate of one run; its ledger is always one, and so is each file that could not be read."""
+    found = [_ledger(run), *(_gate(run, "files", False, problem) for problem in run.problems)]
     if limits.max_epsilon is not None:
         found.append(_epsilon(run, limits.max_epsilon, limits.neighbours))
     if limits.max_delta is not None:
@@ -58,7 +58,8 @@ def _ledger(run: RunFacts) -> Gate:
         return _gate(run, "ledger", False, "there is no ledger: what was released is not known.")
     lines = f"{run.contents.length} lines, each verified"
     torn = ", and one that a crash cut off, which is charged" if run.contents.torn else ""
-    return _gate(run, "ledger", True, f"{lines}{torn}.")
+    running = f"; still running: {run.writer} writes to it" if run.state == "running" else ""
+    return _gate(run, "ledger", True, f"{lines}{torn}{running}.")
 
 
 def _epsilon(run: RunFacts, limit: float, neighbours: str | None) -> Gate:

@@ -11,7 +11,6 @@ import hashlib
 import io
 import math
 import re
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gradveil import __version__
+from gradveil.errors import DataError
 from gradveil.reports.charts import WITHHELD, figures, mark, must_withhold
 from gradveil.reports.checklist import Item, checklist, not_tested
 from gradveil.reports.comparison import HEADINGS, row_of, shown
@@ -360,7 +360,7 @@ def _trial(of: _Shown, attack: AttackFacts, examples: int) -> _Trial:
     if examples:
         try:
             rows = list(_rows(attack, examples))
-        except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+        except (DataError, OSError, ValueError, KeyError, IndexError) as error:
             problem = f"Its pictures cannot be read: {error}"
         if not rows and not problem:
             problem = "It kept no pictures."

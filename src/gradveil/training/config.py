@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil import _files
+from gradveil.errors import ConfigError, DataError, UnknownNameError
 
 # Steps, batch size: the paper's table of benchmark parameters; digits and location are ours.
 DEFAULTS: dict[str, tuple[int, int]] = {
@@ -192,8 +192,6 @@ def _toml(value: Any) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, as they are."""
     try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a TOML file: {error}.") from None
+        return _files.read_toml(path)
+    except DataError as error:
+        raise ConfigError(f"the configuration file {error}") from None

@@ -6,6 +6,7 @@ the metric, the checkpoint or the progress line is written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -107,12 +108,14 @@ def train(
     """
     if config.epsilon is not None:
         config = config.model_copy(update={"calibrated": False})  # a sigma found before may be of another plan
-    with joined(config.device) as ranks:
+    with joined(config.device) as ranks, contextlib.ExitStack() as kept:
         session = _Session(config, seed, inputs)  # everything that can be wrong with the settings shows here
         config = session.config
 
         def begin() -> RunDirectory:
             run = RunDirectory.create(run_dir)
+            kept.enter_context(run.lock())
+            run.check_empty()  # another process may have begun there in between
             if seed is not None:
                 run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: not without it
             write_whole(run.environment, json.dumps(environment(config, command), indent=1).encode())
@@ -137,8 +140,13 @@ def resume(
     the run fresh noise instead.
     """
     device = RunConfig.check(read_toml(RunDirectory.open(run_dir).config)).device
-    with joined(device) as ranks:
-        run, stored, stored_seed, contents = ranks.from_first(lambda: _begun(run_dir, settings, seed))
+    with joined(device) as ranks, contextlib.ExitStack() as kept:
+
+        def begin() -> tuple[RunDirectory, RunConfig, int | None, Contents | None]:
+            kept.enter_context(RunDirectory.open(run_dir).lock())
+            return _begun(run_dir, settings, seed, new_noise=new_noise)
+
+        run, stored, stored_seed, contents = ranks.from_first(begin)
         if contents is not None and contents.ended is not None:
             return _finished(run, contents)
         session = _Session(stored, None if new_noise else stored_seed)
@@ -147,7 +155,7 @@ def resume(
 
 
 def _begun(
-    run_dir: Path, settings: Mapping[str, Any] | None, seed: int | None
+    run_dir: Path, settings: Mapping[str, Any] | None, seed: int | None, *, new_noise: bool
 ) -> tuple[RunDirectory, RunConfig, int | None, Contents | None]:
     """What is there of a run that is to go on."""
     run = RunDirectory.open(run_dir)
@@ -158,14 +166,14 @@ def _begun(
                 f"the run in {run_dir} was begun with {name} = {getattr(stored, name, None)!r} and cannot go on with "
                 f"{value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
             )
-    stored_seed = run.read_seed()
+    stored_seed = None if new_noise and seed is None else run.read_seed()
     if seed is not None and seed != stored_seed:
         raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
     if not run.list_checkpoints() and not run.metrics.exists() and _has_no_whole_line(run.ledger):
         run.ledger.unlink()  # killed before the header was whole: nothing was released
     begun = bool(run.list_checkpoints()) or run.metrics.exists()
     contents = run.verified_ledger() if run.ledger.exists() or begun else None
-    if contents is not None and contents.header.seeded and stored_seed is None:
+    if contents is not None and contents.header.seeded and stored_seed is None and not new_noise:
         raise RunDirectoryError(
             f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
         )

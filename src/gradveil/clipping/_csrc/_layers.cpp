@@ -113,7 +113,7 @@ struct LayerNode : OwnNode {
     // The gradient of the input. The parameters' clipped sums go to the pass; autograd gets none.
     variable_list differentiate(const Tensor& input, const Tensor& weight, const variable_list& kept, const Tensor& g,
                                 bool asked) {
-        // For backward() inside an autocast block: see no_autocast in clipping/function_state.py.
+        // For backward() inside an autocast block: as clipped_functions.py has it.
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const Tensor x = layer->kind == CONVOLUTION ? input : input.contiguous();
         variable_list found(3);

@@ -27,7 +27,7 @@ from gradveil.clipping.validation.own_loss import OWN as OWN_LOSSES
 from gradveil.clipping.validation.own_loss import cross_entropy
 
 if TYPE_CHECKING:
-    from gradveil.clipping.backends.native_layers import NativeLayer
+    from gradveil.clipping.native_layers import NativeLayer
 
 _LISTS = (list, tuple)
 _MAKE_LEAVES = {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}

@@ -1,6 +1,6 @@
 """How a model's operations follow the batch: what runs on parts of its first batch tell, before any gradient is taken.
 
-The runs are in plain_runs.py, what is learned from them in operations/plan.py. They leave nothing behind.
+The runs are in shadow_forward.py, what is learned from them in operations/plan.py. They leave nothing behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradveil.clipping.operations.tracing import Tracing
 from gradveil.clipping.validation.example_independence import check_state
+from gradveil.clipping.validation.memory import check_memory
 from gradveil.clipping.validation.shadow_forward import Arguments, Moment, PlainRun, plain_run
 from gradveil.errors import UnsupportedModelError
 
@@ -34,6 +35,7 @@ class ModelCheck:
     def __init__(self, clipper: Clipper) -> None:
         self._clipper = clipper
         self.passed = False
+        self.written: set[str] = set()  # state that calls write to, and that does not depend on the examples
         self.mixed_outputs: set[int] = set()  # that have the batch in more than one dimension
 
     @property
@@ -117,6 +119,10 @@ class ModelCheck:
         }
         for others in (other, of_more):
             check_state(first.changed, others.changed)
+        self.written |= set(first.changed)
+        if not clipper.sharded:
+            with clipper.quietly():
+                check_memory(clipper.module, some(sizes[0], None), some(sizes[0], example))
 
 
 def _has_the_batch_twice(a: Tensor, b: Tensor, sizes: tuple[int, int]) -> bool:

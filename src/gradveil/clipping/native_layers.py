@@ -1,4 +1,4 @@
-"""Which layers have their autograd node in C++ (kernels/layers.py), and when a call may go there.
+"""Which layers have their autograd node in C++ (backends/layers.py), and when a call may go there.
 
 Only kinds that C++ knows, all of whose parameters train. A call goes there in plain float32, and on a GPU under
 autocast: normalisations, which it leaves in float32, and linear layers, in half precision. Everything else goes
@@ -65,7 +65,7 @@ class NativeLayer:
         self._in_cpp.share()
 
     def learn(self, x: Tensor, g: Tensor, program: list[int] | None) -> None:
-        """What the kernels do for inputs of these shapes (kernels/programs.py); None where that cannot be recorded."""
+        """What the kernels do for inputs of these shapes (backends/programs.py); None where that cannot be recorded."""
         if program is None:
             self._without_program.add(_key(x, g))
         else:
