@@ -1,4 +1,4 @@
-"""Gradient-leakage attacks: what an adversary can make of the gradients that training releases.
+"""Gradient-leakage attacks: what an adversary can recover from the gradients that training releases.
 
 observation/     what the adversary sees, and nothing more (views.py; the secret batch is another object, for scoring
                  only); gradients of dummy inputs as the defence would release them, for many victims at once
