@@ -143,5 +143,6 @@ def test_an_audit_that_says_little_is_of_the_whole_run(run):
     assert ">= 0.5" in brief(row_of(facts))
     (run / "audit.json").write_text(json.dumps({"epsilon_lower_bound": "much", "delta": "small"}))
     facts = read_run(run)
-    assert facts.audited is None
-    assert "is at least unknown at delta = unknown" in str(facts.statement)
+    assert facts.audited is None and facts.audit is None
+    assert facts.problems == (f"{run / 'audit.json'} cannot be read: epsilon_lower_bound is not a number.",)
+    assert "Audited:        not run." in str(facts.statement)

@@ -1,10 +1,14 @@
-"""The few checks that every accountant makes at its door, with one wording."""
+"""The few checks that every accountant makes at its door, with one wording; and trust in what a ledger says."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, LedgerError
+
+T = TypeVar("T")
 
 
 def check_rate(sample_rate: float) -> float:
@@ -36,3 +40,17 @@ def check_noise(value: float, *, what: str = "sigma", step: int | None = None) -
             "epsilon to account for. Give a noise scale above zero."
         )
     return float(value)
+
+
+def trusted(compute: Callable[[], T]) -> T:
+    """What ``compute`` gives; records that are whole but make no sense are a ledger error, not a crash.
+
+    What the user gave must be checked before: here every value that is refused came from the ledger.
+    """
+    try:
+        return compute()
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise LedgerError(
+            f"the ledger's lines are whole, but what they say does not fit together ({error}): nothing can be "
+            "said about this run's privacy."
+        ) from None

@@ -9,6 +9,8 @@ hash = SHA-256 over (n, kind, prev, body). Line 1 is the header. The kinds:
     check     evidence that the model's examples are independent of each other
     public    a pass over data that was declared public
     spent     what a checkpoint of another run brought along; its releases follow
+    settings  those of the run that are not in the header (manifest.py)
+    file      the name and the hash of a file in the run directory (manifest.py); also after the end
     resume    another process goes on with the run
     end       the run ended, and why
 """
@@ -27,7 +29,7 @@ from gradveil.errors import LedgerError
 from gradveil.mechanism.records import FORMAT_VERSION, AuxiliaryRelease, Release, RunHeader
 
 GENESIS = "0" * 64
-NOTES = ("check", "public", "spent")
+NOTES = ("check", "public", "spent", "file", "settings")
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -90,7 +92,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
     step = releases[-1].step + 1 if releases else 0
     planned = min(step, header.steps - 1)  # the line may have been one after the last release
     clip = from_dict(header.plan["clip"])(planned)
-    sigma = from_dict(header.plan["sigma"])(planned)
+    sigma = min(from_dict(header.plan["sigma"])(planned), header.plan.get("sigma_least", math.inf))
     if releases:
         last = releases[-1]
         smaller = min(1.0, sigma / last.sigma)
@@ -101,6 +103,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
             noise_std=tuple(s * smaller for s in last.noise_std),
             digest=None,
             nonce=None,
+            chosen_from=None,
             recovered=True,
         )
     beside = float(header.plan.get("side_inverse_square", 0.0))

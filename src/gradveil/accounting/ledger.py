@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from gradveil.accounting import _spent
 from gradveil.accounting._ledger_file import LedgerFile
 from gradveil.accounting._ledger_lines import GENESIS, NOTES, Contents, body_text, line, read, recovered_release
+from gradveil.accounting._run_lock import Hold
 from gradveil.errors import LedgerError, PrivacyViolation, RunDirectoryError, UnknownNameError
 from gradveil.mechanism.records import Release, RunHeader
 
@@ -68,17 +69,20 @@ class Ledger:
     wherever an exception or an interrupt struck: never a line twice, never a release in memory without its line. An
     append that raised may have written its line; the release is then charged, if perhaps never used.
 
-    One process writes to a ledger. A file that another process changed, that was deleted or moved, and a process that
-    was forked from the one that opened the ledger are refused before anything is written.
+    One process writes to a ledger: the run directory is locked until the ledger has ended or is collected. A file that
+    another process changed all the same, that was deleted or moved, and a process that was forked from the one that
+    opened the ledger are refused before anything is written.
     """
 
     _file: LedgerFile | None
+    _hold: Hold | None
 
     def __init__(self, header: RunHeader, path: Path | None = None, *, durability: Durability = "write") -> None:
         self._set(header, path, (), _State(0, GENESIS, 0), durability=durability)
         if path is None:
             self._write([("header", header.to_dict())])
             return
+        self._hold = Hold(path.parent)
         self._file = file = LedgerFile(path, create=True)
         try:
             self._write([("header", header.to_dict())])
@@ -86,6 +90,7 @@ class Ledger:
             file.sync_directory()
         except BaseException:
             file.discard()  # nothing was released, and the path can be used again
+            self._hold.release()
             raise
 
     def _set(
@@ -104,7 +109,7 @@ class Ledger:
         self._releases, self._notes = list(releases), list(notes)
         self._state = state
         self._change: _Change | None = None  # one that was begun
-        self._file = None
+        self._file = self._hold = None
         self._synced, self._last_sync = state.size, time.monotonic()
         self._entries: list[_Entry] = []  # in memory only: put into words when the head is asked for
         self._worded = (0, state.head)  # how many of them are, and the head after those
@@ -116,9 +121,12 @@ class Ledger:
     @classmethod
     def resume(cls, path: Path, header: RunHeader, *, durability: Durability = "write") -> Ledger:
         """Open an existing ledger to go on; a half-written last line is cut off and counted as spent."""
+        hold = Hold(path.parent) if path.parent.is_dir() else None
         contents = read(path)
         for field in ("strategy", "groups", "population", "sampling", "sample_rate", "steps", "delta", "plan"):
             mine, theirs = header.to_dict()[field], contents.header.to_dict()[field]
+            if field == "plan" and "noise" not in theirs:  # begun in floating point: it goes on so
+                mine.pop("noise", None)
             if mine != theirs:
                 raise RunDirectoryError(
                     f"the run was begun with {field} = {theirs!r}, and is to go on with {mine!r}. A run keeps its "
@@ -127,7 +135,7 @@ class Ledger:
         self = cls.__new__(cls)
         state = _State(contents.length, contents.head, contents.size)
         self._set(contents.header, path, contents.releases, state, notes=contents.notes, durability=durability)
-        self._file = LedgerFile(path, create=False)
+        self._hold, self._file = hold, LedgerFile(path, create=False)
         resumed: _Entry = ("resume", {"after": contents.length, "repaired": contents.torn})
         if contents.torn:
             lost = recovered_release(contents.header, contents.releases)
@@ -234,7 +242,7 @@ class Ledger:
         """Write a note, as a release is written.
 
         Kinds: "check" (evidence of an independence check), "public" (a pass over data declared public), "spent" (what
-        a checkpoint brought along; written by :meth:`import_spent`).
+        a checkpoint brought along; written by :meth:`import_spent`), "settings" and "file" (manifest.py).
         """
         if kind not in NOTES:
             raise UnknownNameError("kind of note", kind, NOTES)
@@ -249,6 +257,8 @@ class Ledger:
             self.commit()
             if self._file is not None:
                 self._file.close()
+            if self._hold is not None:
+                self._hold.release()
 
     def export_spent(self) -> dict[str, Any]:
         """What another run needs to charge this one's releases: plain JSON types, to be kept in a checkpoint."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.accounting._rounding import at_most
 from gradveil.attacks.methods.analytic import Analytic, leaking_layer
 from gradveil.attacks.methods.base import Attack, Reconstruction
 from gradveil.attacks.methods.inversion import MAP, Inverting
@@ -251,7 +252,7 @@ def _verdict(anatomy: ModelStructure, tried: Sequence[Tried], sigma: float | Non
         else:
             words.append(
                 f"{case}: no example came back in this time. Proved for one step: where guessing succeeds in 1 of 100, "
-                f"no attack succeeds in more than {how.bound:.3g}."
+                f"no attack succeeds in more than {at_most(how.bound, digits=3)}."
             )
     if sigma is None and anatomy.can_be_mended:
         words.append("No noise was planned: give clip and sigma to see what they change.")

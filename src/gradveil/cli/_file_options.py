@@ -30,28 +30,36 @@ def _numbers(kind: type) -> Any:
 
 
 _OPTIONS = (
-    click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that makes it."),
-    click.option("--gradients", type=_FILE, help="Its gradients: safetensors, named as its parameters."),
-    click.option("--captured", type=_FILE, help="Or what engine.record_gradients recorded of it: the folder."),
-    click.option("--weights", type=_FILE, help="Its weights: safetensors.  [default: as the function makes it]"),
+    click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that returns it."),
+    click.option("--gradients", type=_FILE, help="Its gradients: a safetensors file with the names of its parameters."),
+    click.option("--captured", type=_FILE, help="Or the directory that engine.record_gradients wrote."),
+    click.option("--weights", type=_FILE, help="Its weights: a safetensors file.  [default: as returned]"),
     click.option("--before", type=_FILE, help="A client's weights before its local steps (FedAvg): safetensors."),
     click.option("--after", type=_FILE, help="And after them, in place of --gradients."),
     click.option("--local-steps", callback=_numbers(int), help="Steps between; several values are tried: 1,5,10."),
     click.option("--local-lr", callback=_numbers(float), help="Their learning rate; several values are tried."),
     click.option("--local-momentum", callback=_numbers(float), help="Their momentum; several are tried.  [default: 0]"),
     click.option("--local-batch", callback=_numbers(int), help="Examples of a local step.  [default: all --batch]"),
-    click.option("--truth", type=_FILE, help="The examples, to judge by: safetensors x, y. No attack sees them."),
-    click.option("--public", type=_FILE, help="Other examples that the adversary has: safetensors x, maybe y."),
+    click.option(
+        "--truth", type=_FILE, help="Ground truth for scoring: safetensors with x and y. Attacks do not see it."
+    ),
+    click.option("--public", type=_FILE, help="Public examples for the adversary: safetensors with x, optionally y."),
     click.option(
         "--input-shape",
         metavar="C,H,W",
         callback=shape,
-        help="Of one example in --model, such as 1,28,28; of token ids, 16.",
+        help="Shape of one example for --model, such as 1,28,28; of token ids, 16.",
     ),
-    click.option("--classes", type=int, help="Of --model.  [default: its outputs]"),
-    click.option("--sensitivity", type=float, help="S that sigma was multiplied with in --gradients.  [default: clip]"),
-    click.option("--clipping", type=click.Choice(["per-layer", "flat"]), help="Of --gradients.  [default: per-layer]"),
-    click.option("--joint", is_flag=True, help="All steps of --captured are of the same examples."),
+    click.option("--classes", type=int, help="Number of classes.  [default: the outputs of the model]"),
+    click.option(
+        "--sensitivity", type=float, help="The S by which sigma was multiplied in --gradients.  [default: clip]"
+    ),
+    click.option(
+        "--clipping",
+        type=click.Choice(["per-layer", "flat"]),
+        help="How --gradients were clipped.  [default: per-layer]",
+    ),
+    click.option("--joint", is_flag=True, help="Attack all steps of --captured jointly: they have the same examples."),
 )
 _NAMED = (
     "model", "gradients", "captured", "weights", "before", "after", "truth", "public", "input_shape", "classes",

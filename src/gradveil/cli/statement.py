@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from gradveil.cli.account import open_run, trusted
+from gradveil.accounting._checks import trusted
+from gradveil.cli.account import open_run
 from gradveil.errors import DataError
-from gradveil.reports.facts import AUDIT
+from gradveil.reports.facts import AUDIT, read_audit
 
 
 @click.command("statement")
@@ -17,16 +18,15 @@ from gradveil.reports.facts import AUDIT
 @click.option("--delta", type=float, help="[default: the run's]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: Path, delta: float | None, as_json: bool) -> None:
-    """Print the privacy statement of RUN (a run directory or a ledger file): from its verified ledger and its audit."""
+    """Print the privacy statement of RUN, a run directory or a ledger file."""
     from gradveil.accounting import check_delta, statement_of
 
     if delta is not None:
         check_delta(delta)
     contents = open_run(run)
-    audit = run / AUDIT
     try:
-        audited = json.loads(audit.read_text()) if audit.is_file() else None
-    except ValueError:
-        raise DataError(f"{audit} is damaged: it is not what gradveil audit wrote. Audit the run again.") from None
+        audited = read_audit(run / AUDIT) if run.is_dir() else None
+    except DataError as error:
+        raise DataError(f"{error} It is damaged, or gradveil audit did not write it: audit the run again.") from None
     result = trusted(lambda: statement_of(contents, delta=delta, audited=audited))
     click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else str(result))

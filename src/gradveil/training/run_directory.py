@@ -1,13 +1,14 @@
-"""The run directory: what lies where, and how it gets there whole.
+"""The run directory: which file is where, and how it gets there whole.
 
     runs/<name>/
       config.toml          the settings, without the seed
       environment.json     versions, machine, command (without the seed)
-      ledger.jsonl         every release (ledger.py)
+      ledger.jsonl         every release (accounting/ledger.py)
       metrics.jsonl        loss, accuracy, epsilon over the steps
       secret.json          mode 0600: the seed of a seeded run
       audit.json           what gradveil audit found, if it was run
       checkpoints/step-00000100.safetensors, .json
+      .lock                while a process writes to the run (accounting/_run_lock.py)
 
 A checkpoint is its JSON file: written last, by rename, with the hash of the tensors beside it and the
 ledger's length and head at that moment. No pickle is ever written or read.
@@ -15,56 +16,30 @@ ledger's length and head at that moment. No pickle is ever written or read.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradveil import _files
+from gradveil.accounting import _run_lock
 from gradveil.accounting import ledger as ledgers
-from gradveil.errors import LedgerError, RunDirectoryError
+from gradveil.accounting.files import write_whole as write_whole
+from gradveil.errors import DataError, LedgerError, RunDirectoryError
 
 KEEP_CHECKPOINTS = 2
-
-
-def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file so that it is there whole, and on disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        os.fchmod(descriptor, mode & ~_umask() if mode != 0o600 else mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    _sync_directory(path.parent)
+_FACTS_LIMIT = 1 << 24  # bytes of a checkpoint's JSON
+_SECRET_LIMIT = 1 << 12
+_MOST_LOOKS = 100_000  # records of metrics.jsonl that are kept; of more, every second, fourth ... one
+_NO_SEED = "Put back the file as the run wrote it, or go on without the seed: gradveil train --resume RUN --new-noise"
 
 
 def _facts_hash(facts: Mapping[str, Any]) -> str:
     rest = {k: v for k, v in facts.items() if k != "facts_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -97,16 +72,31 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        """A new one. Whoever writes to it takes :meth:`lock` first, and then :meth:`check_empty` again."""
+        run = cls(path)
+        run.check_empty()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from None
+        return run
+
+    def check_empty(self) -> None:
+        """Refuse a directory that holds anything but a lock."""
+        path = self.path
+        if path.exists() and (not path.is_dir() or any(p.name != _run_lock.FILE_NAME for p in path.iterdir())):
             raise RunDirectoryError(
                 f"{path} exists and is not empty. A run directory belongs to one run and is never written over. Give "
                 "another one with --run-dir, or go on with that run: gradveil train --resume " + str(path)
             )
-        try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"{path} cannot be made: {error.strerror}. Give another --run-dir.") from None
-        return cls(path)
+
+    def lock(self) -> _run_lock.Hold:
+        """The right to write to the run; refused at once where another process has it."""
+        return _run_lock.Hold(self.path)
+
+    def writer(self) -> str | None:
+        """Who is writing to the run, in words: it is still running. None if nobody is."""
+        return _run_lock.writer(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -123,16 +113,34 @@ class RunDirectory:
     def read_seed(self) -> int | None:
         if not self.secret.exists():
             return None
-        return int(json.loads(self.secret.read_text())["seed"])
+        try:
+            seed = _files.read_object(self.secret, limit=_SECRET_LIMIT).get("seed")
+        except DataError as error:
+            raise RunDirectoryError(f"{error} {_NO_SEED}") from None
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise RunDirectoryError(f"{self.secret} holds no seed. {_NO_SEED}")
+        return seed
 
     # ---- checkpoints
 
-    def save_checkpoint(self, step: int, tensors: bytes, facts: Mapping[str, Any]) -> None:
+    def save_checkpoint(
+        self,
+        step: int,
+        tensors: bytes,
+        facts: Mapping[str, Any],
+        bind: Callable[[str, bytes], None] = lambda path, data: None,
+    ) -> None:
+        """``bind`` is told of each file, by its path in the run directory, before it is written."""
         stem = f"step-{step:08d}"
-        write_whole(self.checkpoints / f"{stem}.safetensors", tensors)
+        self.checkpoints.mkdir(exist_ok=True)
         complete = {**facts, "step": step, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
+        complete["tensors_bytes"] = len(tensors)
         complete["facts_sha256"] = _facts_hash(complete)
-        write_whole(self.checkpoints / f"{stem}.json", json.dumps(complete, indent=1).encode())
+        files = {f"{stem}.safetensors": tensors, f"{stem}.json": json.dumps(complete, indent=1).encode()}
+        for name, data in files.items():
+            bind(f"{self.checkpoints.name}/{name}", data)
+        for name, data in files.items():
+            write_whole(self.checkpoints / name, data)
         for old in self.list_checkpoints()[:-KEEP_CHECKPOINTS]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
@@ -144,32 +152,43 @@ class RunDirectory:
         paths = self.list_checkpoints()
         if not paths:
             return None
+        path = paths[-1]
         try:
-            facts = json.loads(paths[-1].read_bytes())
-            whole = facts["facts_sha256"] == _facts_hash(facts)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            facts = _files.read_object(path, limit=_FACTS_LIMIT)
+            whole = facts.get("facts_sha256") == _facts_hash(facts) and _is_checkpoint(facts)
+        except (DataError, ValueError, RecursionError):
+            if not path.exists():  # a newer one has replaced it
+                raise FileNotFoundError(path) from None
             whole = False
         if not whole:
-            raise RunDirectoryError(f"checkpoint {paths[-1]} is damaged: it is not the JSON that was written.")
-        return CheckpointFile(paths[-1], facts)
+            raise RunDirectoryError(f"checkpoint {path} is damaged: it is not the JSON that was written.")
+        return CheckpointFile(path, facts)
 
     def read_tensors(self, checkpoint: CheckpointFile) -> bytes:
+        size = checkpoint.facts.get("tensors_bytes")  # older checkpoints do not say
         try:
-            data = checkpoint.tensors.read_bytes()
+            found = checkpoint.tensors.stat().st_size
+            fits = size is None or size == found
+            data = _files.read_bytes(checkpoint.tensors, limit=found) if fits else b""
         except FileNotFoundError:
             raise RunDirectoryError(f"checkpoint {checkpoint.tensors} is missing.") from None
-        if hashlib.sha256(data).hexdigest() != checkpoint.facts["tensors_sha256"]:
+        except DataError as error:
+            raise RunDirectoryError(f"checkpoint {error}") from None
+        if not fits or hashlib.sha256(data).hexdigest() != checkpoint.facts["tensors_sha256"]:
             raise RunDirectoryError(f"checkpoint {checkpoint.tensors} is damaged: its hash does not fit its record.")
         return data
 
     # ---- trust
 
     def verified_ledger(self) -> ledgers.Contents:
-        """The ledger, checked line by line and against the newest checkpoint."""
+        """The ledger, checked line by line and against the newest checkpoint; also of a run that is still running."""
+        return _run_lock.steady(self._verified_ledger, self.ledger, lambda contents: contents.torn)
+
+    def _verified_ledger(self) -> ledgers.Contents:
+        checkpoint = self.newest_checkpoint()  # before the ledger, which a running process makes longer meanwhile
         contents = ledgers.read(self.ledger)
-        checkpoint = self.newest_checkpoint()
         if checkpoint is not None:
-            length, head = int(checkpoint.facts["ledger_length"]), checkpoint.facts["ledger_head"]
+            length, head = checkpoint.facts["ledger_length"], checkpoint.facts["ledger_head"]
             if contents.length < length:
                 raise LedgerError(
                     f"ledger line {contents.length + 1} is missing: checkpoint {checkpoint.path.name} was written when "
@@ -195,12 +214,66 @@ class RunDirectory:
                     file.write(b"\n")  # a crash cut the last line off: it must not swallow this one
             file.write(json.dumps(record).encode() + b"\n")
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines; a line that a crash cut off is left out."""
+    def read_metrics(self, problems: list[str] | None = None, *, running: bool = False) -> list[dict[str, Any]]:
+        """All records. What cannot be read is left out, and said in ``problems``.
+
+        No problem is a line that a crash cut off and after which the run went on, nor in a running one the last line.
+        """
         if not self.metrics.exists():
             return []
-        found = []
-        for line in self.metrics.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+        found: list[dict[str, Any]] = []
+        damaged, cut, every, last = "", "", 1, None
+        try:
+            for number, raw in enumerate(_files.read_lines(self.metrics), start=1):
+                record = _metrics_record(raw)
+                if record is not None:
+                    cut, last = "", record
+                    if number % every == 0:
+                        found.append(record)
+                    if len(found) > _MOST_LOOKS:
+                        del found[::2]
+                        every *= 2
+                elif _is_cut(raw):
+                    cut = f"line {number} was cut off"
+                elif raw.strip():
+                    damaged = damaged or f"line {number} is not a record of a run"
+        except DataError as error:
+            damaged = str(error).rstrip(".")
+        if last is not None and found[-1:] != [last]:
+            found.append(last)
+        damaged = damaged or ("" if running else cut)
+        if damaged and problems is not None:
+            problems.append(f"{self.metrics.name}: {damaged}.")
         return found
+
+
+_METRICS = ("loss", "accuracy", "accuracy_unaveraged", "epsilon", "seconds", "clip", "sigma", "noise_std")
+
+
+def _metrics_record(raw: bytes) -> dict[str, Any] | None:
+    """One line of metrics.jsonl; None if it is not one."""
+    try:
+        record = json.loads(raw.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not _is_count(record.get("step")):
+        return None
+    numbers = (record[name] for name in _METRICS if record.get(name) is not None)
+    return record if all(isinstance(n, int | float) and _files.number_or_none(n) is not None for n in numbers) else None
+
+
+def _is_cut(raw: bytes) -> bool:
+    begins = b'{"step":'
+    return raw.startswith(begins[: len(raw.rstrip())]) and not raw.rstrip().endswith(b"}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _is_checkpoint(facts: Mapping[str, Any]) -> bool:
+    """Whether the facts that are relied on are there, and of their kinds."""
+    texts = all(isinstance(facts.get(name), str) for name in ("tensors_sha256", "ledger_head"))
+    return (
+        texts and _is_count(facts.get("step")) and _is_count(facts.get("ledger_length")) and facts["ledger_length"] > 0
+    )

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -32,15 +33,24 @@ def load_factory(spec: str, *, seed: int = 0) -> nn.Module:
 
     Modules are looked for in the working directory too. Runs the user's code.
     """
+    torch.manual_seed(seed)
+    made = called(spec, "model")
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"{spec}() returned a {type(made).__name__}, not a torch.nn.Module.")
+    return made
+
+
+def called(spec: str, what: str) -> Any:
+    """What the function ``package.module:function`` returns, which makes ``what``. Runs the user's code."""
     module_name, colon, function_name = spec.partition(":")
     if not (module_name and colon and function_name):
-        raise ConfigError(f"the model is {spec!r}; name a function that makes it, as package.module:function.")
+        raise ConfigError(f"the {what} is {spec!r}; name a function that makes it, as package.module:function.")
     with _working_directory_importable():
         try:
             found = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"module {error.name!r} of the model {spec!r} cannot be found. Install it, or call gradveil from the "
+                f"module {error.name!r} of the {what} {spec!r} cannot be found. Install it, or call gradveil from the "
                 "directory it lies in."
             ) from None
         except Exception as error:
@@ -49,18 +59,14 @@ def load_factory(spec: str, *, seed: int = 0) -> nn.Module:
         if factory is None:
             raise UnknownNameError(f"function in {module_name!r}:", function_name, _callables(found))
         if not callable(factory) or isinstance(factory, nn.Module):
-            raise ConfigError(f"{spec!r} is a {type(factory).__name__}, not a function that makes a model.")
-        torch.manual_seed(seed)
+            raise ConfigError(f"{spec!r} is a {type(factory).__name__}, not a function that makes a {what}.")
         try:
-            made = factory()
+            return factory()
         except Exception as error:
             raise ConfigError(
                 f"{spec}() failed with {type(error).__name__}: {error}. It is called without arguments and makes the "
-                "model."
+                f"{what}."
             ) from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{spec}() returned a {type(made).__name__}, not a torch.nn.Module.")
-    return made
 
 
 @contextmanager

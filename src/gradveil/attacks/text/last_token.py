@@ -104,5 +104,5 @@ def _by_gradient(reader: Reader, begun: Tensor, likely: Tensor) -> Tensor:
 def _left(seen: Tensor, gradients: Tensor) -> Tensor:
     """How much of a gradient sentences' gradients (B, numbers) do not explain; each may have been scaled (clipped)."""
     shares = torch.linalg.lstsq(gradients.T, seen.unsqueeze(1)).solution
-    found: Tensor = (seen - (gradients.T @ shares).squeeze(1)).square().sum()
-    return found
+    left: Tensor = (seen - (gradients.T @ shares).squeeze(1)).square().sum()
+    return left
