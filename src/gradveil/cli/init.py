@@ -33,7 +33,7 @@ def command(folder: Path, csv: Path | None, label: str | None, images: Path | No
     script = folder / "private_training.py"
     if script.exists():
         raise RunDirectoryError(f"{script} exists: it is not written over. Give another folder.")
-    template = "images.py.txt" if images is not None else "csv.py.txt"
+    template = f"{'images' if images is not None else 'csv'}.py.txt"
     values = {"EPSILON": repr(epsilon), "SIZE": repr(size)}
     if csv is not None:
         values |= {"FILE": repr(str(csv.resolve())), "LABEL": repr(label), "COLUMNS": repr(_columns(csv, label))}
