@@ -222,3 +222,49 @@ def test_inspect_refuses_what_it_cannot_look_at(
     assert outcome.code == 2
     assert words in outcome.message
     assert "Traceback" not in outcome.err
+
+
+def test_weights_before_and_after_local_steps(gradveil: Callable[..., Any], here: Path) -> None:
+    digits, model = data.load("digits"), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(digits.x_train[:1]), digits.y_train[:1]).backward()
+        optimizer.step()
+    save_file(model.state_dict(), here / "after.safetensors")
+    update = ("--before", "weights.safetensors", "--after", "after.safetensors")
+    known = ("--local-steps", "1,3", "--local-lr", "0.1", "--iterations", "12", "--truth", "truth.safetensors")
+    outcome = gradveil("attack", *MODEL, *update, *known, "--out", "out")
+    assert outcome.code == 0, outcome.message
+    (attacked,) = json.loads((here / "out" / "result.json").read_text())["attacked"]
+    assert attacked["local"] == {"steps": 3, "lr": 0.1, "momentum": 0.0, "batch": None}
+    assert attacked["result"]["psnr_median"] > 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--after", "weights.safetensors"], "needs the weights --before"),
+        (["--before", "weights.safetensors", *GRADIENTS], "--before is of local steps"),
+        (["--before", "weights.safetensors", "--after", "weights.safetensors"], "--after needs --local-steps"),
+        (["--before", "w", "--after", "w", "--local-steps", "x"], "separated by commas"),
+        (
+            [
+                "--before",
+                "weights.safetensors",
+                "--after",
+                "gradients.safetensors",
+                "--local-steps",
+                "0",
+                "--local-lr",
+                "1",
+            ],
+            "give at least 1",
+        ),
+    ],
+)
+def test_local_steps_that_are_not_told_are_refused(
+    gradveil: Callable[..., Any], here: Path, arguments: list[str], words: str
+) -> None:
+    outcome = gradveil("attack", *MODEL, *arguments)
+    assert outcome.code == 2 and words in outcome.message and "Traceback" not in outcome.err

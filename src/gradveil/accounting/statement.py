@@ -40,7 +40,7 @@ _NOT_COVERED = (
 )
 _FLOATING = (
     "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian (noise='lattice' "
-    "covers it, on the CPU)"
+    "covers it)"
 )
 _LATTICE = (
     "covered: released values lie on a public lattice, their noise was drawn on it, and its scale allows for the "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gradveil.cli._options import completing, given, strategy_names
 from gradveil.cli._options import flags as shown
-from gradveil.cli._options import given
 from gradveil.cli._output import lower, number, table, upper
 from gradveil.cli.train import _options as strategy_options
 from gradveil.errors import ConfigError
@@ -36,7 +36,7 @@ _OF_A_RUN = {
 
 @click.command("audit")
 @click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--strategy", help="Strategy (see: gradveil strategies).")
+@click.option("--strategy", shell_complete=completing(strategy_names), help="Strategy (see: gradveil strategies).")
 @click.option("--clip", type=float, help="Initial clip bound C.  [default: 4]")
 @click.option("--sigma", type=float, help="Initial noise scale.  [default: 6]")
 @click.option("--delta", type=float, help="[default: 1e-5]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import stat
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradveil.accounting import files
+from gradveil.accounting._rounding import at_most
 from gradveil.accounting.finite_precision import is_covered
+from gradveil.errors import DataError
 from gradveil.mechanism.records import RunHeader
 from gradveil.reports.charts import label, must_withhold
 from gradveil.reports.facts import PICTURES, RunFacts
@@ -151,11 +155,7 @@ def _stopping(run: RunFacts) -> Item:
 def _always(run: RunFacts) -> Iterable[Item]:
     private = run.contents is None or run.contents.header.guarantee != "none"
     if private:
-        yield _item(
-            "Hyper-parameter tuning",
-            "open",
-            "Not recorded in a run directory, and not covered: each tuning run on the same data spent its own epsilon.",
-        )
+        yield _tuning(run)
         yield _item(
             "Metrics of the training data",
             "open" if any(m.get("loss") is not None for m in run.metrics) else "not applicable",
@@ -176,6 +176,24 @@ def _always(run: RunFacts) -> Iterable[Item]:
         )
         yield _item("Side channels", "open", "Such as the time a step takes: not covered.")
     yield _access(run)
+
+
+def _tuning(run: RunFacts) -> Item:
+    name, path = "Hyper-parameter tuning", run.path / "tune.json"
+    if run.bound(path):
+        with contextlib.suppress(DataError):
+            told = files.read_object(path)
+            spent = files.number_or_none(told.get("epsilon"))
+            if spent is not None:
+                return _item(
+                    name,
+                    "satisfied",
+                    f"Chosen by gradveil tune, and charged: epsilon = {at_most(spent)} with the search "
+                    f"({told.get('theorem')}), given that {told.get('assumes')}.",
+                )
+    stated = run.about.get("tuning")
+    said = f"Stated, not checked: {stated}. " if stated else "Not declared in the run directory. "
+    return _item(name, "open", f"{said}Each run that was tried on the same data spent its own epsilon.")
 
 
 def _seeds(run: RunFacts) -> Item:

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from gradveil import __version__
 from gradveil.accounting import Statement, default_view, from_releases, manifest, proved_epsilon, statement_of
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.accounting.ledger import Contents
 from gradveil.engine import PrivacyEngine
 from gradveil.engine.cuda_graph import cuda_graph_step
@@ -361,7 +362,7 @@ class _Session:
         if self.ranks.is_first:
             self._bind_settings()
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
-        if self.device.type == "cuda" and captures() and not plain_together:
+        if self.device.type == "cuda" and captures() and not (plain_together or is_covered(self.engine.header)):
             self.take_step = cuda_graph_step(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
 
     def _bind_settings(self) -> None:
