@@ -148,7 +148,7 @@ def test_an_interrupted_run_says_at_which_step(run):
     (run / "metrics.jsonl").unlink()
     text = words(page_of(run))
     assert "Not finished: interrupted or still running after step 3 of 6." in text
-    assert "The run has not ended" in text
+    assert "The run has not finished" in text
     assert "baseline not ended tier 1: strong formal guarantee" in text
 
 
