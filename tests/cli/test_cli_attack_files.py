@@ -268,3 +268,14 @@ def test_local_steps_that_are_not_told_are_refused(
 ) -> None:
     outcome = gradveil("attack", *MODEL, *arguments)
     assert outcome.code == 2 and words in outcome.message and "Traceback" not in outcome.err
+
+
+def test_inspect_names_a_layer_that_a_server_has_prepared(gradveil: Callable[..., Any], here: Path) -> None:
+    model = make()
+    with torch.no_grad():
+        model[1].weight.copy_(model[1].weight[:1].expand(16, 64))
+        model[1].bias.copy_(torch.linspace(-1, 1, 16))
+    save_file(model.state_dict(), here / "sent.safetensors")
+    outcome = gradveil(*INSPECT, "--weights", "sent.safetensors")
+    assert outcome.code == 0 and "This model was made to leak: layer '1' (imprint)" in outcome.out
+    assert "made to leak" not in gradveil(*INSPECT, "--weights", "weights.safetensors").out

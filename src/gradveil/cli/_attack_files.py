@@ -172,11 +172,14 @@ def _truth(path: Path, seen: Observation) -> GroundTruth:
 
 
 def _attack(name: str, seen: Observation) -> Attack:
+    from gradveil.attacks.methods.imprint import Imprint
     from gradveil.attacks.methods.prior import Prior
     from gradveil.attacks.trial import ATTACKS, NAMES
 
+    if name == Imprint.name:
+        return Imprint()
     if name not in NAMES:
-        raise UnknownNameError("attack", name, (*NAMES, "text"))
+        raise UnknownNameError("attack", name, (*NAMES, Imprint.name, "text"))
     if name != "prior":
         return ATTACKS[name]()
     if seen.public is None or seen.public.y is None:

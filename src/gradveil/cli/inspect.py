@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     callback=shape,
     help="Of one example, such as 1,28,28; of tokens, 16.",
 )
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path),
+    help="Its weights, as a server has sent them: a safetensors file.  [default: as returned]",
+)
 @click.option("--classes", type=click.IntRange(min=2), help="[default: as many as the model has outputs]")
 @click.option("--clip", type=float, help="Planned clip bound C.")
 @click.option("--sigma", type=float, help="Planned noise scale.")
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
     model: str,
+    weights: Path | None,
     input_shape: tuple[int, ...],
     classes: int | None,
     clip: float | None,
@@ -46,10 +53,12 @@ def command(
     PKG:FUNCTION names a function without arguments that returns the model; modules in the working directory are found.
     The untrained model is attacked on synthetic examples, without a defence and with the planned one.
     """
-    from gradveil.attacks.observation.from_files import load_factory
+    from gradveil.attacks.observation.from_files import load_factory, load_weights
     from gradveil.attacks.preflight import inspect_model
 
     module = load_factory(model, seed=seed)
+    if weights is not None:
+        load_weights(module, weights)
     click.echo(f"{model}: attacks for {seconds:g} s ...", err=True)
     found = inspect_model(
         module,
