@@ -116,7 +116,10 @@ def _ledger(run: RunFacts, limits: Limits) -> Gate:
     if bound and loose:
         files += f", not bound: {', '.join(loose)}"
     running = f"; still running: {run.writer} writes to it" if run.state == "running" else ""
-    return _gate(run, "ledger", True, f"{lines}{torn}{running}{files}.")
+    told = f"{lines}{torn}{running}{files}."
+    if limits.signed_by is None and limits.head is None:
+        told += " Whether all of it was written anew is not known: no --signed-by and no --head was given."
+    return _gate(run, "ledger", True, told)
 
 
 def _unfinished(contents: Contents) -> str | None:
