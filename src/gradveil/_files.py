@@ -7,6 +7,7 @@ checkpoint) the caller lets it through or turns it into a failed gate; where con
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -152,6 +153,23 @@ def number_or_none(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return None if math.isnan(found) else found
+
+
+def explained(error: OSError, path: Path | str, what: str, then: str) -> OSError:
+    """An error of the operating system: its file, what was being written, and ``then``: what is safe, what to do."""
+    reason = error.strerror or str(error)
+    mend = _MENDS.get(error.errno or 0, "mend what is wrong with the disk")
+    return OSError(error.errno or errno.EIO, f"{reason}, while {what}. {then.format(mend=mend)}", str(path))
+
+
+_MENDS = {
+    errno.ENOSPC: "free space on its disk",
+    errno.EDQUOT: "free space or raise the quota",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.EACCES: "give yourself the right to write there",
+    errno.EPERM: "give yourself the right to write there",
+    errno.EROFS: "make the file system writable",
+}
 
 
 def unreadable(path: Path, why: str) -> DataError:

@@ -157,7 +157,7 @@ def test_a_configuration_file_that_is_none_exits_2(gradveil: Callable[..., Any],
 # ---- ledger
 
 
-LINES = ["header", *["check", "release"] * 2, *["release"] * 4, "end"]  # the first two batches are checked
+LINES = ["header", "check", "release", "check", *["next"] * 5, "end"]  # the first two batches are checked
 
 
 def test_ledger_verify_says_what_it_checked(gradveil: Callable[..., Any], run: Path) -> None:
@@ -176,14 +176,14 @@ def _lines(run: Path) -> list[bytes]:
 
 
 def _kinds(run: Path) -> list[str]:
-    return [json.loads(line)["kind"] for line in _lines(run)]
+    return ["next" if line.startswith(b"[") else json.loads(line)["kind"] for line in _lines(run)]
 
 
 DAMAGE: dict[str, tuple[Callable[[list[bytes]], bytes], int]] = {
-    "a changed byte": (lambda x: b"".join([*x[:4], x[4].replace(b'"sigma":12.0', b'"sigma":22.0'), *x[5:]]), 5),
+    "a changed byte": (lambda x: b"".join([*x[:2], x[2].replace(b'"sigma":12.0', b'"sigma":22.0'), *x[3:]]), 3),
     "a changed byte of a hash": (lambda x: b"".join([*x[:5], x[5][:-5] + b"zz" + x[5][-3:], *x[6:]]), 6),
     "a changed exponent": (lambda x: b"".join([x[0].replace(b"1e-05", b"1e905"), *x[1:]]), 1),
-    "a number that is none": (lambda x: b"".join([*x[:4], x[4].replace(b":12.0", b":NaN"), *x[5:]]), 5),
+    "a number that is none": (lambda x: b"".join([*x[:2], x[2].replace(b":12.0", b":NaN"), *x[3:]]), 3),
     "a check that was not made": (lambda x: b"".join([*x[:3], x[3].replace(b"true", b"false"), *x[4:]]), 4),
     "a missing line": (lambda x: b"".join([*x[:2], *x[3:]]), 3),
     "swapped lines": (lambda x: b"".join([*x[:2], x[3], x[2], *x[4:]]), 3),
