@@ -66,6 +66,40 @@ class Words(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """Each row goes to one of three experts: their products have other sizes when other rows change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(FEATURES, 3), nn.Linear(HIDDEN, CLASSES)
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, HIDDEN) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        h = x.new_zeros(len(x), HIDDEN)
+        for k, expert in enumerate(self.experts):
+            rows = (chosen == k).nonzero().flatten()
+            h = h.index_add(0, rows, (weights[rows, None] * torch.tanh(expert(x[rows]))).to(h.dtype))
+        out: Tensor = self.head(h)
+        return out
+
+
+class Patches(nn.Module):
+    """A small vision transformer with class token and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(1, 16, 4, 4), nn.Linear(16, CLASSES)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.randn(1, 5, 16))
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.token.expand(len(h), -1, -1), h], 1) + self.positions
+        out: Tensor = self.head(self.block(h)[:, 0])
+        return out
+
+
 def _blend(s: float, h: Tensor, mixed: Tensor) -> Tensor:
     return (1 - s) * h + s * mixed
 
@@ -141,6 +175,8 @@ CLEAN_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]]
         lambda n: torch.randn(n, 1, 5, 5),
     ),
     "GRU and transformer": (Words, lambda n: torch.randint(0, 64, (n, 6))),
+    "experts": (Experts, lambda n: torch.randn(n, FEATURES)),
+    "vision transformer": (Patches, lambda n: torch.randn(n, 1, 8, 8)),
 }
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +24,10 @@ from tables import ABSENT, RESULTS, ROOT, load, table
 
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
-    "README.md", "docs/performance.md", "docs/attacks.md", "docs/auditing.md", "docs/reproduction.md",
-    "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md",
+    "README.md", "docs/performance.md", "docs/attacks.md", "docs/attacks-text.md", "docs/auditing.md",
+    "docs/reproduction.md", "docs/recipes.md", "docs/scaling.md", "docs/strategies.md", "docs/networks.md",
+    "docs/accounting.md", "docs/architecture.md", "docs/cli.md", "docs/strategy-table.md",
+    *(f"docs/reproduction/{path.name}" for path in sorted((ROOT / "docs" / "reproduction").glob("*.md"))),
 )  # fmt: skip
 # ---- README.md
 
@@ -62,6 +66,57 @@ def recipes() -> str:
     return table(["", "proved epsilon", "accuracy", "spread", "the paper's best"], rows)
 
 
+# ---- docs/architecture.md
+
+
+def packages() -> str:
+    """What each package holds and may import: docs/packages.toml, to which tests/test_imports.py holds the code."""
+    rows = tomllib.loads((ROOT / "docs" / "packages.toml").read_text()).items()
+    shown = [
+        [f"`{name}`", row["holds"], ", ".join(f"`{other}`" for other in row["may_import"]) or "-"] for name, row in rows
+    ]
+    return table(["package", "holds", "may import"], shown)
+
+
+# ---- docs/cli.md
+
+
+def commands() -> str:
+    """``--help`` of every command, as click prints it in 100 columns."""
+    import click
+
+    from gradveil.cli import cli
+
+    def pages(command: click.Command, parent: click.Context | None) -> list[str]:
+        name = str(command.name) if parent is not None else "gradveil"
+        ctx = click.Context(command, info_name=name, parent=parent, terminal_width=100, max_content_width=100)
+        inner = (
+            [command.get_command(ctx, n) for n in command.list_commands(ctx)]
+            if isinstance(command, click.Group)
+            else []
+        )
+        shown = f"## {ctx.command_path}\n\n```text\n{command.get_help(ctx)}\n```"
+        return [shown, *(page for found in inner if found is not None for page in pages(found, ctx))]
+
+    return "\n\n".join(pages(cli, None))
+
+
+# ---- docs/strategy-table.md
+
+
+def strategy_table() -> str:
+    """The registered strategies, as `gradveil strategies` lists them."""
+    from gradveil.mechanism import strategies
+
+    guarantees = {"proved": "proved", "paper-only": "as published only", "none": "none"}
+    rows = []
+    for name in strategies.names():
+        s = strategies.get(name)
+        summary = s.summary.replace("|", "\\|")
+        rows.append([f"`{name}`", s.bounds, s.sensitivity, s.noise, guarantees[s.guarantee], summary, s.source or "-"])
+    return table(["strategy", "clip bound", "noise scaled to", "sigma", "guarantee", "summary", "source"], rows)
+
+
 # ---- docs/strategies.md
 
 
@@ -78,7 +133,7 @@ def from_any_bound() -> str:
     return (
         f"On MNIST at full length and a proved epsilon of {epsilon}, it ends at {', '.join(ours)}; the baseline at "
         f"{reached[best]} with the best of {len(baseline)} clip bounds, and at {reached[baseline[-1]]} with "
-        f"{baseline[-1].rpartition(', ')[2]}\n([starting bounds](reproduction.md#ours-dyn-private-from-any-bound))."
+        f"{baseline[-1].rpartition(', ')[2]}\n([starting bounds](reproduction/starting-bounds.md))."
     )
 
 
@@ -115,6 +170,30 @@ def leakage(name: str) -> str:
     return table([*head, "labels", "iterations to 30 dB", "the paper's ASR of cpl", "bound on success"], rows)
 
 
+def text_attack() -> str:
+    data = load("text_attack")
+    if data is None:
+        return ABSENT
+    rows = []
+    for cell in data["cells"]:
+        found, guess = cell["score"], cell["chance"]
+        shares = [f"{found[k]:.1%}" for k in ("tokens", "in_place", "sentences")]
+        rows.append(
+            [
+                cell["model"],
+                cell["defence"],
+                *shares,
+                *(f"{found[k]:.2f}" for k in ("rouge_1", "rouge_2", "rouge_l")),
+                f"{guess['tokens']:.1%}",
+                f"{cell['ranked_above_absent']:.1%}",
+                f"{cell['sure']:.0%}",
+                f"{cell['seconds']:.1f}",
+            ]
+        )
+    head = ["model", "defence", "tokens", "in place", "sentences", "ROUGE-1", "ROUGE-2", "ROUGE-L", "tokens by chance"]
+    return table([*head, "ranked above absent", "sure", "s"], rows)
+
+
 def leakage_speed(name: str) -> str:
     data = load(name)
     if data is None or "speed" not in data:
@@ -127,7 +206,7 @@ def leakage_speed(name: str) -> str:
     )
 
 
-# ---- docs/reproduction.md: what ``gradveil reproduce NAME --full`` wrote
+# ---- docs/reproduction.md and a page for each experiment: what ``gradveil reproduce NAME --full`` wrote
 
 
 def reproduced(name: str) -> str:
@@ -146,7 +225,7 @@ def reproduced(name: str) -> str:
     told += f" Seeds {', '.join(map(str, data['seeds']))}." if data["seeds"] else ""
     parts = [told, *(_experiment_table(found) for found in data["tables"])]
     drawn = [f"reproduction_{name}.{suffix}" for suffix in ("svg", "png")]
-    parts += [f"![{data['title']}](figures/{file})" for file in drawn if (FIGURES / file).exists()]
+    parts += [f"![{data['title']}](../figures/{file})" for file in drawn if (FIGURES / file).exists()]
     return "\n\n".join(parts)
 
 
@@ -249,6 +328,88 @@ def features_tried() -> str:
     return f"{said}\n\n{table(head, rows)}"
 
 
+def filter_price() -> str:
+    """What a privacy filter costs against the PLD of the same noises."""
+    data = load("filter_price")
+    if data is None:
+        return ABSENT
+    head = ["sample rate", "steps", *(f"epsilon {e:g} by PLD" for e in data["epsilons"])]
+    rows = [
+        [
+            f"{row['rate']:g}",
+            f"{row['steps']}",
+            *(
+                f"{c['filter']:.3f} (+{c['price']:.1%}; sigma {c['sigma']:.2f}, order {c['order']:g})"
+                for c in row["cells"]
+            ),
+        ]
+        for row in data["rows"]
+    ]
+    return f"Epsilon by the filter; `{data['machine']['command']}`.\n\n{table(head, rows)}"
+
+
+def adaptive() -> str:
+    """dyn-adaptive beside the other proved strategies, each at its best learning rate."""
+    data = load("adaptive")
+    if data is None:
+        return ABSENT
+    rows = []
+    for name, setting in data["settings"].items():
+        mine = [row for row in data["rows"] if row["setting"] == name]
+        for epsilon in setting["epsilons"]:
+            for strategy in dict.fromkeys(row["strategy"] for row in mine):
+                here = [row for row in mine if (row["epsilon"], row["strategy"]) == (epsilon, strategy)]
+                by_rate = {lr: [row for row in here if row["lr"] == lr] for lr in setting["lrs"]}
+                by_rate = {lr: found for lr, found in by_rate.items() if found}
+                if not by_rate:
+                    continue
+                lr, best = max(by_rate.items(), key=lambda kv: statistics.fmean(row["accuracy"] for row in kv[1]))
+                accuracies = [row["accuracy"] for row in best]
+                spread = f"{min(accuracies):.4f} to {max(accuracies):.4f}"
+                rows.append(
+                    [
+                        name,
+                        f"{epsilon:g}",
+                        strategy,
+                        f"{statistics.fmean(accuracies):.4f}",
+                        spread,
+                        f"{len(best)}",
+                        f"{lr:g}",
+                    ]
+                )
+    told = "; ".join(
+        f"{name}: {s['run']['model']}, B = {s['run']['batch_size']}, {s['run']['steps']} steps, {s['held_out']} "
+        f"training examples held out, rates {', '.join(f'{lr:g}' for lr in s['lrs'])}"
+        for name, s in data["settings"].items()
+    )
+    head = ["set", "epsilon", "strategy", "held-out accuracy", "seeds from, to", "seeds", "best rate"]
+    return f"{told}. 2 CPU cores; `{data['machine']['command']}`.\n\n{table(head, rows)}"
+
+
+def adaclip_spread() -> str:
+    """The growth of AdaClip's squared spread in a step, predicted and measured."""
+    data = load("adaclip_spread")
+    if data is None:
+        return ABSENT
+    rows = [
+        [
+            row["layer"],
+            f"{row['coordinates']}",
+            f"{row['batch']}",
+            f"{row['sigma']:g}",
+            f"{row['predicted']:.3f}",
+            f"{row['measured']:.3f}",
+        ]
+        for row in data["rows"]
+    ]
+    head = ["layer", "coordinates", "B", "sigma", "s^2 grows in a step by, predicted", "measured"]
+    told = (
+        f"All examples clipped, random directions, {data['steps']} steps; the prediction is for equal spreads, which "
+        "stay equal only where they shrink. "
+    )
+    return f"{told}`{data['machine']['command']}`.\n\n{table(head, rows)}"
+
+
 def cost_model() -> str:
     data = load("cost_model")
     if data is None:
@@ -286,6 +447,9 @@ def figure(name: str, what: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "mnist_full_length": mnist_full_length,
     "recipes": recipes,
+    "packages": packages,
+    "commands": commands,
+    "strategy_table": strategy_table,
     "steps_beside": steps_beside,
     "from_any_bound": from_any_bound,
     "ranks_cpu": ranks,
@@ -293,11 +457,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "cost_model": cost_model,
     "features_tried": features_tried,
     "audit_bounds": audit_bounds,
+    "filter_price": filter_price,
+    "adaptive": adaptive,
+    "adaclip_spread": adaclip_spread,
     "zoo_counts": zoo_tables.zoo_counts,
     "zoo_exceptions": zoo_tables.zoo_exceptions,
     "any_network": zoo_tables.any_network,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
+    "text_attack": text_attack,
+    "machine_text_attack": lambda: machine("text_attack"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),
     "figure_leakage_cuda": lambda: figure("leakage_cuda", "How near attacks come, by data set and strategy"),
 }

@@ -1,6 +1,10 @@
 """Which fixed features a private linear layer learns most from: one line of JSON for each way that is tried.
 
     python benchmarks/try_features.py --dataset cifar10 --device cuda --out benchmarks/results/features_tried.jsonl
+    python benchmarks/try_features.py --dataset cifar10 --held-out 5000 --kinds "balanced 0.25" "centred 0.25" \
+        --rates 1 2 --seeds 1 2 3 --cache features --out benchmarks/results/features_centred.jsonl
+
+The second command judges by 5 000 training examples that are held out; the test set is not read.
 
 Several learning rates are trained side by side, which a linear layer allows at little more than the cost of one: flat
 clipping, Poisson sampling, noise calibrated by PLD to the epsilon, as ``gradveil train`` does it. It is a measurement
@@ -17,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from gradveil.accounting import Setting, Target, calibrate_sigma
 from gradveil.training import data, features
-from gradveil.training.features.balanced import BalancedScattering, balance_of, opponent
+from gradveil.training.features.balanced import BalancedScattering, CentredScattering, balance_of, opponent
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 AVERAGES = (0.0, 0.95, 0.99)
@@ -72,11 +76,17 @@ def ways(dataset: str) -> Iterator[Way]:
 class AttackConfig:
     """The features of one data set, made as they are asked for, and the models trained on them."""
 
-    def __init__(self, dataset: str, device: str, data_dir: str | None) -> None:
+    def __init__(
+        self, dataset: str, device: str, data_dir: str | None, *, held_out: int = 0, cache: Path | None = None
+    ) -> None:
         loaded = data.load(dataset, data_dir=data_dir)
         self.device, self.classes = torch.device(device), loaded.classes
         self.x, self.y = loaded.x_train, loaded.y_train.to(self.device)
         self.x_test, self.y_test = loaded.x_test, loaded.y_test.to(self.device)
+        if held_out:
+            (self.x, self.y), (self.x_test, self.y_test) = split(self.x, self.y, held_out)
+        self._cache = None if cache is None else cache / f"{dataset}-{held_out}"
+        self.rates = RATES
         self._kind, self._made = "", {}  # of one kind of features at a time: they are large
 
     def features(self, kind: str, mirror: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -85,14 +95,26 @@ class AttackConfig:
             self._kind, self._made = kind, {}
         for flipped in (False, True)[: 1 + mirror]:
             if flipped not in self._made:
-                self._made[flipped] = [self._of(kind, x.flip(-1) if flipped else x) for x in (self.x, self.x_test)]
+                self._made[flipped] = self._kept(kind, flipped)
         views = [self._made[flipped] for flipped in (False, True)[: 1 + mirror]]
         return [train for train, _ in views], [test for _, test in views]
 
+    def _kept(self, kind: str, flipped: bool) -> list[Tensor]:
+        """Features of training and test examples, from the cache where they are there."""
+        file = None if self._cache is None else self._cache / f"{kind.replace(' ', '-')}{'-flipped' * flipped}.pt"
+        if file is not None and file.exists():
+            return list(torch.load(file, map_location=self.device, weights_only=True))
+        made = [self._of(kind, x.flip(-1) if flipped else x) for x in (self.x, self.x_test)]
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(made, file)
+        return made
+
     def _of(self, kind: str, x: Tensor) -> Tensor:
         shape = tuple(x.shape[1:])
-        if kind.startswith("balanced"):
-            module: Any = BalancedScattering(shape, power=float(kind.split()[1]))
+        if kind.startswith(("balanced", "centred")):
+            made = BalancedScattering if kind.startswith("balanced") else CentredScattering
+            module: Any = made(shape, power=float(kind.split()[1]))
             if kind.endswith("by the data"):  # what drawings stand in for; not private
                 first = features.extract(features.Scattering(shape), opponent(self.x[:6000]), self.device)
                 module.balance = balance_of(first, float(kind.split()[1]))
@@ -104,7 +126,7 @@ class AttackConfig:
     def run(self, way: Way, seed: int) -> dict[str, float]:
         """Test accuracy by "average/learning rate"."""
         train, test = self.features(way.features, way.mirror)
-        rates = [way.rates * rate for rate in RATES]
+        rates = [way.rates * rate for rate in self.rates]
         examples, inputs = train[0].shape
         outputs, views = len(rates) * self.classes, len(train)
         sigma = _sigma(way.epsilon, way.batch / examples, way.steps)
@@ -145,6 +167,13 @@ class AttackConfig:
         return found
 
 
+def split(x: Tensor, y: Tensor, held_out: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The training set without, and with only, the examples that are held out: always the same ones."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(5000))
+    kept, out = order[held_out:].sort().values, order[:held_out].sort().values
+    return (x[kept], y[kept.to(y.device)]), (x[out], y[out.to(y.device)])
+
+
 def _with_one(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_ones(len(x), 1)], 1)
 
@@ -154,27 +183,46 @@ def _sigma(epsilon: float, rate: float, steps: int) -> float:
     return calibrate_sigma(Target(epsilon=epsilon), Setting(sample_rate=rate), steps=steps).sigma
 
 
+def _wanted(args: argparse.Namespace) -> Iterator[Way]:
+    if args.kinds is None:
+        yield from ways(args.dataset)
+        return
+    batch = data.CATALOGUE[args.dataset].train // 5
+    for kind, epsilon in product(args.kinds, args.epsilons):
+        yield Way(kind, epsilon, batch, 300, mirror=args.mirror)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--held-out", type=int, default=0, help="judge by so many training examples, not by the test set"
+    )
+    parser.add_argument("--kinds", nargs="+", help="only these features, at --epsilons")
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.823])
+    parser.add_argument("--mirror", action="store_true", help="with --kinds: an image and its mirror image")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--cache", type=Path, help="keep features here")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no way is begun after so long")
     parser.add_argument("--most", type=int, help="only so many ways, from the first on")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     began = time.perf_counter()
-    trial = AttackConfig(args.dataset, args.device, args.data_dir)
-    for way in islice(ways(args.dataset), args.most):
+    trial = AttackConfig(args.dataset, args.device, args.data_dir, held_out=args.held_out, cache=args.cache)
+    trial.rates = tuple(args.rates)
+    for way, seed in product(islice(_wanted(args), args.most), args.seeds):
         if time.perf_counter() - began > args.seconds:
             print("out of time")
             break
         start = time.perf_counter()
-        found = trial.run(way, args.seed)
+        found = trial.run(way, seed)
         best = max(found, key=found.__getitem__)
-        line = {"dataset": args.dataset, **asdict(way), "seed": args.seed, "accuracy": found, "best": best}
+        line = {"dataset": args.dataset, **asdict(way), "seed": seed, "accuracy": found, "best": best}
+        line |= {"held_out": args.held_out} if args.held_out else {}
         line |= description(args.device, torch.get_num_threads())
         with open(args.out, "a") as file:
             file.write(json.dumps(line) + "\n")

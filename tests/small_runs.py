@@ -45,6 +45,8 @@ def damaged(run):
     """One byte of a release changed."""
     ledger = run / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
-    lines[2] = lines[2].replace('"sigma":3.0', '"sigma":9.0', 1)
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "release")
+    assert '"sigma":3.0' in lines[place]
+    lines[place] = lines[place].replace('"sigma":3.0', '"sigma":9.0', 1)
     ledger.write_text("".join(lines))
     return run

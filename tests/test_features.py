@@ -168,3 +168,17 @@ def test_drawings_are_pictures():
 def test_balanced_features_of_a_blank_image_are_finite():
     found = BalancedScattering((1, 8, 8))(torch.zeros(2, 1, 8, 8))
     assert found.isfinite().all()
+
+
+def test_centred_features_have_none_of_what_all_drawings_share():
+    """The mean takes a large part of a balanced vector's length, and next to nothing of a centred one's."""
+    shape = (3, 16, 16)
+    x = draw(256, shape, seed=3)  # others than those whose mean is taken off
+
+    def shared(name: str) -> float:
+        found = features.make(name, shape)(x).flatten(1)
+        assert torch.allclose(found.norm(dim=1), torch.tensor(70.0))
+        return float(found.mean(0).square().sum() / found.square().sum(1).mean())
+
+    assert shared("centred-scattering") < 0.05 < 0.1 < shared("balanced-scattering")
+    assert features.make("centred-scattering", shape).state_dict() == {}

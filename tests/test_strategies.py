@@ -26,6 +26,7 @@ TABLE = {
     "dyn-private": ("private-estimate", "clip", "constant", "proved"),
     "dyn-private-sigma": ("private-estimate", "clip", "decay", "proved"),
     "normalised": ("normalised", "clip", "constant", "proved"),
+    "dyn-adaptive": ("adaptive", "clip", "adaptive", "proved"),
 }
 
 

@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "without replacement": {"sampling": "without-replacement"},
     "flat": {"clipping": "flat"},
     "averaged weights": {"average": 0.9},
+    "noise on a lattice": {"noise": "lattice"},
+    "noise on a lattice, adaclip": {"noise": "lattice", "strategy": "adaclip"},
     "views": {"views": 2, "augment": "flip"},
     "views that are drawn, in parts": {"views": 3, "augment": "flip-shift", "physical_batch_size": 10},
     "scattering of views": {"features": "scattering", "model": "linear", "views": 2, "augment": "flip"},
@@ -244,7 +246,7 @@ def test_metrics_are_one_json_object_per_look_with_the_steps_in_order(
     assert found[-1]["accuracy"] == result.accuracy
     for metric in found:
         assert math.isfinite(metric["loss"]) and 0 <= metric["accuracy"] <= 1
-        assert metric["epsilon"] > 0 and metric["epsilon_kind"] == "proved (RDP)"
+        assert metric["epsilon"] > 0 and metric["epsilon_kind"] == "proved (PLD)"
         assert metric["noise_std"] == pytest.approx(metric["sigma"] * metric["clip"])
     assert [m["epsilon"] for m in found] == sorted(m["epsilon"] for m in found)
     assert found[-1]["epsilon"] >= result.statement.proved.epsilon

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradveil.errors import ConfigError
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
-from gradveil.reports.facts import ATTACKS, PICTURES, RESULT, SECRET
+from gradveil.reports.facts import ATTACKS, FRAMES, PICTURES, RESULT, SECRET
 from gradveil.training.config import RunConfig
 from gradveil.training.run_directory import write_whole
 
@@ -41,9 +42,20 @@ def train(
     progress: Callable[[Progress], None] | None = None,
     **settings: Any,
 ) -> Result:
-    """Train one model as ``gradveil train`` does, into a run directory (default: runs/<data set>-<strategy>-<time>).
+    """Train a model as ``gradveil train`` does, and write a run directory.
 
-    ``settings`` are those of the command line: dataset, strategy, clip, sigma, steps, batch_size, lr, device, ...
+    Args:
+        run_dir: The new run directory. By default runs/<data set>-<strategy>-<time>.
+        seed: Makes the run reproducible; anyone who knows it can subtract the noise.
+        progress: Called with the state of the run at each evaluation.
+        settings: Those of the command line: dataset, strategy, clip, sigma or epsilon, steps, batch_size, lr, ...
+
+    Returns:
+        Accuracy, statement and how the run ended.
+
+    Raises:
+        ConfigError: A setting is invalid.
+        RunDirectoryError: The directory holds a run already.
 
     >>> import tempfile
     >>> run = train(run_dir=tempfile.mkdtemp(), dataset="digits", strategy="baseline", steps=3, batch_size=64)
@@ -66,13 +78,25 @@ def attack(
     *,
     dataset: str = "digits",
     data_dir: str | None = None,
+    model_factory: str | None = None,
+    data_factory: str | None = None,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> AttackResult:
-    """Attack gradients as a strategy would release them: of an untrained network, or of ``run`` at its next step.
+    """Reconstruct examples from gradients as a strategy would release them, and score the result.
 
-    ``settings`` are those of :class:`gradveil.attacks.trial.AttackConfig`: attack, strategy, victims, view, clip,
-    sigma, iterations, seed, device. A run has its own strategy, steps and batch size; what is found is kept in it.
+    Args:
+        run: A run directory: its model is attacked at its next step, and the result is stored in it. Without it, an
+            untrained network is attacked.
+        dataset: Data set of the victims, if there is no run.
+        data_dir: Directory of the data sets.
+        progress: Called with the iteration.
+        settings: Fields of :class:`gradveil.attacks.trial.AttackConfig`: attack, strategy, victims, view, clip, sigma,
+            iterations, seed, device. A run has its own strategy, steps and batch size.
+        model_factory, data_factory: "module:function", to rebuild a run of your own model that did not record them.
+
+    Returns:
+        Reconstructions, their score, the scores of guessing, and the bound on any attack.
 
     >>> found = attack(attack="cpl", strategy="non-private", victims=2, iterations=20)
     >>> bool(found.score.summary()["psnr_median"] > 30)
@@ -85,41 +109,44 @@ def attack(
         return trial.run(trial.AttackConfig(**settings), data.load(dataset, data_dir=data_dir), progress=progress)
     from gradveil.attacks.from_run import load_target
 
-    own = sorted({"strategy", "steps", "step", "training_batch", "network"} & settings.keys())
-    if own:
-        raise ConfigError(f"{', '.join(own)} cannot be given with a run, which has its own. Leave them out.")
-    target = load_target(Path(run), data_dir=data_dir)
-    theirs = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
-    theirs |= {"step": target.step, "steps": target.plan.steps}
-    tried = trial.AttackConfig(**{"view": "per-example-noised", **settings, **theirs})
-    private = target.plan.strategy.is_private
-    outcome = trial.run(
-        tried,
-        target.data,
-        model=target.model,
-        plan=target.plan if private else None,
-        rule_state=target.rule_state if private else None,
-        progress=progress,
-    )
+    target = load_target(Path(run), data_dir=data_dir, model_factory=model_factory, data_factory=data_factory)
+    tried = target.settings(settings)
+    outcome = target.attack(tried, progress)
     where = Path(run) / ATTACKS / f"{tried.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
-    keep_attack([outcome], where, dataset=target.config.dataset, model=target.config.model)
+    keep_attack([outcome], where, dataset=target.data.name, model=target.network, run=Path(run))
     return outcome
 
 
-def keep_attack(outcomes: list[AttackResult], folder: Path, *, dataset: str, model: str) -> None:
-    """Write trials into a folder: their figures for everybody; pictures, and seeds, for the owner only.
+def keep_attack(
+    outcomes: list[AttackResult], folder: Path, *, dataset: str, model: str, run: Path | None = None
+) -> None:
+    """Write attack results into a directory: figures readable by everyone, images and seeds by the owner only.
 
-    A trial's seed is not the run's, but it says which examples were attacked.
+    The seed of an attack is not the run's, but it reveals which examples were attacked. ``run``: the run directory that
+    the folder is in; its ledger will name the files.
     """
-    from gradveil.attacks.scoring.pictures import keep_pictures
+    from gradveil.accounting import manifest
+    from gradveil.attacks.scoring.pictures import draw_frames, keep_pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     trials = [outcome.to_dict() for outcome in outcomes]
-    seeds = [trial["settings"].pop("seed") for trial in trials]
-    write_whole(folder / SECRET, json.dumps({"seeds": seeds}).encode(), mode=0o600)
+    secret = {"seeds": [trial["settings"].pop("seed") for trial in trials], "salt": manifest.new_salt()}
+    write_whole(folder / SECRET, json.dumps(secret).encode(), mode=0o600)
     results = {"dataset": dataset, "model": model, "trials": trials}
     keep_pictures(outcomes, folder / PICTURES)
+    draw_frames(outcomes, folder / FRAMES)
     write_whole(folder / RESULT, (json.dumps(results, indent=1) + "\n").encode())
+    if run is not None:
+        bind_evidence(run, *(folder / name for name in (RESULT, PICTURES, FRAMES)))
+
+
+def bind_evidence(run: Path, *files: Path) -> None:
+    """Name files in a run's ledger; a warning says where that cannot be."""
+    from gradveil.accounting.manifest import bind_written
+
+    why = bind_written(run, [file for file in files if file.exists()])
+    if why is not None:
+        warnings.warn(f"{run}: what was written is not bound to the ledger, because {why}.", stacklevel=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +169,24 @@ def account(
     decay: str | None = None,
     sigma_end: float | None = None,
 ) -> Account:
-    """Every epsilon of a run directory, or of the run that the parameters describe.
+    """Compute every epsilon of a run directory, or of the run that the arguments describe.
 
-    ``layers`` is how many are clipped apart: together they move by sqrt(layers) times as much as one.
+    Args:
+        run: A run directory or a ledger file. Without it, sigma, sample_rate and steps are required.
+        sigma: Noise scale at the first step.
+        sample_rate: Expected batch size / number of examples.
+        steps: Number of steps.
+        delta: By default the run's, or 1e-5.
+        layers: Number of layers clipped separately; their joint sensitivity is sqrt(layers) times that of one.
+        sampling: The sampler.
+        decay: Shape of sigma's decay.
+        sigma_end: Sigma at the last step.
+
+    Returns:
+        The proved epsilon under both neighbouring relations, and the published figures, which are not guarantees.
+
+    Raises:
+        LedgerError: The ledger of the run failed verification.
 
     >>> found = account(sigma=6.0, sample_rate=0.01, steps=10_000, delta=1e-5)
     >>> round(found.proved["add-remove"].epsilon, 3), round(found.as_published["MA"].epsilon, 3)
@@ -176,7 +218,17 @@ def account(
 
 
 def report(*runs: Where, out: Where | None = None, examples: int = 0, title: str | None = None) -> Path:
-    """Write one HTML page about runs; where it is. ``examples``: victims of attacks whose images may be shown."""
+    """Write one HTML page about runs.
+
+    Args:
+        runs: Run directories.
+        out: The file. By default report.html in the run, or in the working directory for several runs.
+        examples: How many victims of each attack to show. They are training examples.
+        title: Title of the page.
+
+    Returns:
+        The path of the page.
+    """
     from gradveil.reports.facts import read_run
     from gradveil.reports.page import write_page
 
@@ -189,7 +241,7 @@ def report(*runs: Where, out: Where | None = None, examples: int = 0, title: str
 
 
 def compare(*runs: Where) -> list[dict[str, Any]]:
-    """One row of plain data for each run: accuracy, the three epsilons, noise, attacks.
+    """Compare runs: one row of plain data per run with accuracy, the three epsilons, noise and attacks.
 
     >>> import tempfile
     >>> where = tempfile.mkdtemp()
@@ -205,7 +257,15 @@ def compare(*runs: Where) -> list[dict[str, Any]]:
 
 
 def check(run: Where, **limits: Any) -> list[Gate]:
-    """Judge a run by limits (max_epsilon, neighbours, max_delta, max_attack_psnr, min_accuracy): one gate for each."""
+    """Check a run against limits.
+
+    Args:
+        run: The run directory.
+        limits: max_epsilon (proved), neighbours, max_delta, max_attack_psnr, min_accuracy.
+
+    Returns:
+        One gate per limit, with ``passed`` and ``reason``. What cannot be judged has not passed.
+    """
     from gradveil.reports.facts import read_run
     from gradveil.reports.gates import Limits, judge
 

@@ -184,17 +184,19 @@ ALONE = "each example's loss depends on that example alone: "
         ({"batches": 0, "of": 600}, "not checked"),
         (
             {"batches": 41, "of": 600, "whole_step": 0, "model": 41, "loss": 39},
-            "checked on 41 of 600 batches (model and loss only; not what happens before the model, nor targets)",
+            "checked on 41 of 600 batches (model and loss only; not what happens before the model, targets, "
+            "or outputs that reach the loss in other ways)",
         ),
         (
             {"batches": 41, "of": 600, "whole_step": 0, "model": 41, "loss": 0},
-            "checked on 41 of 600 batches (model only; not the loss, what happens before the model, nor targets)",
+            "checked on 41 of 600 batches (model only; not the loss, what happens before the model, targets, "
+            "or outputs that reach the loss in other ways)",
         ),
         ({"batches": 3, "of": 600, "whole_step": 3}, "checked on 3 of 600 batches (whole step)"),
         (
             {"batches": 5, "of": 600, "whole_step": 3, "model": 2, "loss": 2},
             "checked on 5 of 600 batches (the whole step on 3; on the others model and loss only; "
-            "not what happens before the model, nor targets)",
+            "not what happens before the model, targets, or outputs that reach the loss in other ways)",
         ),
     ],
     ids=str,

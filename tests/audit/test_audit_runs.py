@@ -61,3 +61,12 @@ def test_batches_may_be_empty():
 def test_too_few_runs_are_refused():
     with pytest.raises(ConfigError, match="at least 40"):
         audited(runs=10)
+
+
+def test_noise_that_follows_releases_stays_below_its_proved_epsilon():
+    """dyn-adaptive at a small n: the filter's epsilon is above what a canary shows, which is not nothing."""
+    found = audited(runs=120, strategy="dyn-adaptive", sigma=0.7)
+    assert found.proved > audit.gaussian_epsilon(math.sqrt(4) / 0.7, 1e-5)  # what the plan costs, by a filter
+    assert found.verdict() == "consistent with what is proved"
+    assert {bound.method for bound in found.bounds} == {"Clopper-Pearson"}  # adaptive noise: no longer one Gaussian
+    assert 1 < rows(found)["matched filter, trajectory", "Clopper-Pearson"] < found.proved

@@ -94,7 +94,7 @@ def _refused(outcome: Any, words: list[str]) -> None:
 
 def test_a_run_and_parameters_do_not_go_together(gradveil: Callable[..., Any], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", releases=3)
-    _refused(gradveil("account", run, "--sigma", 6, "--sample-rate", 0.01), ["--sigma, --sample-rate", "either a run"])
+    _refused(gradveil("account", run, "--sigma", 6, "--sample-rate", 0.01), ["--sigma, --sample-rate", "leave --sigma"])
     _refused(gradveil("account", run, "--delta", 1), ["delta 1.0"])
     _refused(gradveil("statement", run, "--delta", 0), ["delta 0.0"])
 
@@ -152,7 +152,6 @@ def test_a_ledger_that_does_not_hold_exits_4(
 
 @pytest.mark.parametrize("command", ["account", "statement"])
 def test_no_ledger_exits_4(gradveil: Callable[..., Any], tmp_path: Path, command: str) -> None:
-    for where in (tmp_path, tmp_path / "nowhere"):
-        outcome = gradveil(command, where)
-        assert outcome.code == 4
-        assert "there is no ledger" in outcome.message
+    outcome = gradveil(command, tmp_path)
+    assert outcome.code == 4
+    assert "there is no ledger" in outcome.message

@@ -121,7 +121,7 @@ def test_bad_input_is_exit_code_2_with_the_fix(gradveil, arguments, why):
 def test_a_run_has_its_own_settings(gradveil, run):
     done = gradveil("audit", run, "--sigma", 3)
     assert done.code == 2
-    assert "--sigma would say them again" in done.message
+    assert "leave --sigma out" in done.message
 
 
 def test_a_damaged_audit_is_no_audit(gradveil, run):

@@ -157,7 +157,9 @@ def test_a_configuration_file_that_is_none_exits_2(gradveil: Callable[..., Any],
 # ---- ledger
 
 
-LINES = ["header", "check", "release", "check", *["next"] * 5, "end"]  # the first two batches are checked
+_BEGUN = ["header", "settings", *["file"] * 2, "check", "release", "check", "next"]  # two batches are checked
+_SAVED = ["file"] * 3  # two of a checkpoint, and the metrics so far
+LINES = [*_BEGUN, "next", *_SAVED, *["next"] * 3, *_SAVED, "end"]
 
 
 def test_ledger_verify_says_what_it_checked(gradveil: Callable[..., Any], run: Path) -> None:
@@ -180,11 +182,11 @@ def _kinds(run: Path) -> list[str]:
 
 
 DAMAGE: dict[str, tuple[Callable[[list[bytes]], bytes], int]] = {
-    "a changed byte": (lambda x: b"".join([*x[:2], x[2].replace(b'"sigma":12.0', b'"sigma":22.0'), *x[3:]]), 3),
+    "a changed byte": (lambda x: b"".join([*x[:5], x[5].replace(b'"sigma":12.0', b'"sigma":22.0'), *x[6:]]), 6),
     "a changed byte of a hash": (lambda x: b"".join([*x[:5], x[5][:-5] + b"zz" + x[5][-3:], *x[6:]]), 6),
     "a changed exponent": (lambda x: b"".join([x[0].replace(b"1e-05", b"1e905"), *x[1:]]), 1),
-    "a number that is none": (lambda x: b"".join([*x[:2], x[2].replace(b":12.0", b":NaN"), *x[3:]]), 3),
-    "a check that was not made": (lambda x: b"".join([*x[:3], x[3].replace(b"true", b"false"), *x[4:]]), 4),
+    "a number that is none": (lambda x: b"".join([*x[:5], x[5].replace(b":12.0", b":NaN"), *x[6:]]), 6),
+    "a check that was not made": (lambda x: b"".join([*x[:4], x[4].replace(b"true", b"false"), *x[5:]]), 5),
     "a missing line": (lambda x: b"".join([*x[:2], *x[3:]]), 3),
     "swapped lines": (lambda x: b"".join([*x[:2], x[3], x[2], *x[4:]]), 3),
     "a doubled line": (lambda x: b"".join([*x[:3], x[2], *x[3:]]), 4),
@@ -216,7 +218,7 @@ def test_a_ledger_written_anew_exits_4(gradveil: Callable[..., Any], run: Path, 
     (run / "ledger.jsonl").write_bytes((tmp_path / "other" / "ledger.jsonl").read_bytes())
     outcome = gradveil("ledger", "verify", run)
     assert outcome.code == 4
-    for word in (f"line {len(LINES) - 1}", "step-00000006.json", "written anew"):
+    for word in (f"line {len(LINES) - 4}", "step-00000006.json", "written anew"):
         assert word in outcome.message
 
 

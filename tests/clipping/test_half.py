@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.clipping import cuda_dispatch as on_cuda
 from gradveil.clipping.backends import cuda, layers
-from gradveil.clipping.backends import cuda_dispatch as on_cuda
 from gradveil.clipping.rules import linear
 from gradveil.clipping.rules.embedding import EmbeddingGrads
 from gradveil.clipping.rules.linear import LinearGrads, TransposedLinearGrads

@@ -79,7 +79,7 @@ def test_a_layer_that_is_called_later_as_it_should_be(draws):
     for _ in range(3):
         model(torch.randn(8, 6)).square().sum().backward()
     assert model.calls == 3 and len(clipper.units) == 2
-    assert not clipper._model.is_incomplete
+    assert not clipper.call.model.is_incomplete
 
 
 @pytest.mark.parametrize("descending", [False, True])
@@ -376,7 +376,7 @@ def test_a_late_layer_that_is_not_reached_once_more_is_refused():
     late = []
 
     def forward(m, x):  # reached in the user's own pass only
-        return m.head(m.late(x)) if late and clipper.tracks else m.head(x)
+        return m.head(m.late(x)) if late and clipper.call.is_under_way else m.head(x)
 
     model = Made(forward, late=nn.Linear(6, 6), head=nn.Linear(6, 3))
     clipper = follow(model)
@@ -421,7 +421,7 @@ def test_a_model_may_be_compiled_after_it_is_followed():
         compiled = torch.compile(model, backend="eager")
         for _ in range(2):
             compiled(torch.randn(4, 6)).square().sum().backward()
-        print("examples", clipper.harvest.examples)
+        print("examples", clipper.clip_stats.examples)
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(lines)], capture_output=True, text=True, check=False

@@ -177,13 +177,6 @@ def test_parts_in_pieces_and_parts_with_dropped_examples_are_fine():
     assert len(engine.releases) == 2
 
 
-def test_parts_are_taken_eagerly_beside_cuda_graphs_too():
-    engine, model, _, loader = of_parts()
-    engine._in_graphs = True
-    take(model, loader, 6)
-    assert len(engine.releases) == 2
-
-
 def test_parts_that_an_error_took_are_not_made_up_for_by_others(monkeypatch):
     engine, model, _, loader = of_parts()
     parts = iter(loader)

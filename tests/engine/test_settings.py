@@ -105,7 +105,7 @@ def test_the_public_methods_are_few():
     methods = {name for name in public if callable(getattr(gradveil.PrivacyEngine, name))}
     assert methods == {
         "close", "commit", "detach", "load_state_dict", "make_private", "public_data", "record_gradients", "run_step",
-        "state_dict", "statement",
+        "state_dict", "statement", "stop",
     }  # fmt: skip
 
 

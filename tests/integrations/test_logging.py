@@ -73,7 +73,7 @@ def test_a_run_while_it_trains(tool, tmp_path):
         run = gradveil.train(run_dir=tmp_path / "run", seed=SEED, progress=board, **TINY)
         board.finish(run)
     curves, texts = tool.read(board)
-    assert {LOSS, "accuracy", "epsilon/proved-RDP", "final/accuracy", "final/epsilon/proved-PLD"} <= set(curves)
+    assert {LOSS, "accuracy", "epsilon/proved-PLD", "final/accuracy", "final/epsilon/proved-PLD"} <= set(curves)
     assert curves[LOSS][-1][0] == TINY["steps"]
     (last,) = curves["final/epsilon/proved-PLD"]
     assert last == (TINY["steps"], pytest.approx(run.statement.proved.epsilon, rel=1e-6))
@@ -98,7 +98,7 @@ def test_a_finished_run_directory(tool, tmp_path):
     with tool.board() as board:
         log_run(run, to=board)
     curves, texts = tool.read(board)
-    for name in (LOSS, "accuracy", "epsilon/proved-RDP", "noise/clip", "noise/sigma"):
+    for name in (LOSS, "accuracy", "epsilon/proved-PLD", "noise/clip", "noise/sigma"):
         assert [step for step, _ in curves[name]] == [2, 4, 6]
     proved = gradveil.account(run).proved["add-remove"].epsilon
     assert curves["final/epsilon/proved-PLD"] == [(6, pytest.approx(proved, rel=1e-6))]

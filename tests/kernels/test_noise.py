@@ -11,9 +11,7 @@ import torch
 from scipy import stats
 
 from gradveil.clipping.backends import native
-from gradveil.mechanism.noise import numpy_normal as numpy_noise
 from gradveil.mechanism.noise import on_device as device_noise
-from gradveil.mechanism.noise import streams as randomness
 from gradveil.mechanism.noise.streams import NoiseSource, SecretKey
 
 needs_kernel = pytest.mark.skipif(native.kernels() is None, reason=native.status())
@@ -113,7 +111,7 @@ GENERATORS = [pytest.param(True, marks=needs_kernel, id="kernel"), pytest.param(
 @pytest.mark.parametrize("kernel", GENERATORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_normal_in_every_part_of_the_distribution(dtype, kernel, monkeypatch):
-    count = 3_000_000
+    count = 3_000_000 if kernel else 1_000_000
     z = (draw(count, dtype=dtype) if kernel else by_numpy(count, dtype, monkeypatch)).double().numpy()
     assert np.isfinite(z).all()
     assert stats.kstest(z, "norm").pvalue > SOUND
@@ -124,7 +122,7 @@ def test_values_are_normal_in_every_part_of_the_distribution(dtype, kernel, monk
             expected = stats.norm.sf(at) * len(z)
             assert stats.poisson.sf(side.sum() - 1, expected) > SOUND
             assert stats.poisson.cdf(side.sum(), expected) > SOUND
-    assert 4.8 < np.abs(z).max() < 6.77
+    assert 4.8 < np.abs(z).max() < 6.77  # by the kernel at most; by numpy once in 7e10 more
     small = np.abs(z[np.abs(z) < 1e-3]) * 1e3  # fine near zero too, not a grid
     assert stats.kstest(small, "uniform").pvalue > SOUND
     assert len(np.unique(small)) > 0.99 * len(small)
@@ -134,7 +132,7 @@ def test_values_are_normal_in_every_part_of_the_distribution(dtype, kernel, monk
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neighbours_are_independent(dtype, kernel, monkeypatch):
     """One, a vector, half a batch or block and a whole one apart; in sign, size and square."""
-    count = 1_000_000
+    count = 1_000_000 if kernel else 300_000
     z = (draw(count, dtype=dtype) if kernel else by_numpy(count, dtype, monkeypatch)).double().numpy()
     for apart in (1, 2, 8, 15, 16, 17, 64, 128, 240, 256, 4096, 32768, 65536):
         a, b = z[:-apart], z[apart:]
@@ -177,9 +175,6 @@ def test_noise_is_added_in_one_rounding(kernel, dtype, monkeypatch):
     NoiseSource(SecretKey(3), 4).add_to(grads, stds, divide_by=3.0)
     draws = [torch.zeros_like(g, dtype=torch.promote_types(dtype, torch.float32)) for g in grads]
     NoiseSource(SecretKey(3), 4).add_to(draws, [1.0] * 3, divide_by=1.0)  # the same values by themselves
-    if not kernel and dtype not in DTYPES:  # drawn tensor by tensor
-        again = NoiseSource(SecretKey(3), 4)
-        draws = [again.wide_normal_like(g) for g in grads]
     for grad, old, std, version, z in zip(grads, before, stds, versions, draws, strict=True):
         assert z.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         wanted = (old.to(z.dtype) + std * z) / 3.0
@@ -195,70 +190,6 @@ def test_gradients_that_are_not_contiguous_get_noise_too(kernel, monkeypatch):
     NoiseSource(SecretKey(3), 4).add_to(grads, [1.0, 1.0], divide_by=1.0)
     z = torch.cat([g.flatten() for g in grads]).numpy()
     assert stats.kstest(z, "norm").pvalue > SOUND
-
-
-def test_the_generator_in_use_is_named(monkeypatch):
-    if native.kernels() is not None:
-        assert randomness.cpu_generator() == "native: ChaCha12, Box-Muller"
-    monkeypatch.setattr(native, "kernels", lambda: None)
-    assert randomness.cpu_generator() == "numpy: SFC64, Box-Muller, parts of 65536"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_value_of_numpys_is_a_function_of_its_place(dtype, monkeypatch):
-    monkeypatch.setattr(native, "kernels", lambda: None)
-    block, least, most = numpy_noise._BLOCK, numpy_noise._LEAST_PART, numpy_noise._MOST_PART
-    whole = NoiseSource(SecretKey(3), 4).by_numpy.values(0, 2 * block + 17, dtype)
-    source = NoiseSource(SecretKey(3), 4)
-    for start, count in (
-        (0, 0),
-        (0, 1),
-        (5, least),
-        (least, least),
-        (least + 7, 20),
-        (least + 27, 3),  # of the same part as the one before
-        (most + 7, 20),
-        (least + 7, 20),
-        (block - 3, 7),
-        (block + 2 * most + 1, block // 2),
-        (3, 2 * block),
-    ):
-        for again in (NoiseSource(SecretKey(3), 4), source):
-            values = again.by_numpy.values(start, count, dtype)
-            assert np.array_equal(values, whole[start : start + count])
-            values[:] = 0.0  # whoever asked may do so
-    assert len(np.unique(whole)) > 0.99 * len(whole)
-    assert stats.kstest(whole, "norm").pvalue > SOUND
-
-
-@pytest.mark.parametrize("before", [0, 7, 20_000])
-def test_noise_of_numpys_goes_to_its_places_part_by_part(before, monkeypatch):
-    """Tensors that end where a part does, reach over several, or are empty."""
-    monkeypatch.setattr(native, "kernels", lambda: None)
-    least, most = numpy_noise._LEAST_PART, numpy_noise._MOST_PART
-    sizes = [least - before % least, 0, 3, 3 * most + 5, 1, 2 * most]
-    stds = [1.0, 2.0, 0.5, 3.0, 0.0, 0.25]
-    grads = [torch.ones(size) for size in sizes]
-    source = NoiseSource(SecretKey(3), 4)
-    source.by_numpy.take(before, torch.float32)
-    source.add_to(grads, stds, divide_by=2.0)
-    z = torch.from_numpy(NoiseSource(SecretKey(3), 4).by_numpy.values(before, sum(sizes), torch.float32)).split(sizes)
-    for grad, std, values in zip(grads, stds, z, strict=True):
-        torch.testing.assert_close(grad, (1.0 + std * values) / 2.0)
-    assert source.by_numpy.place == before + sum(sizes)
-    source.add_to([torch.ones(0)], [1.0], divide_by=2.0)
-
-
-def test_tensors_share_no_value_of_numpys_and_types_no_block(monkeypatch):
-    monkeypatch.setattr(native, "kernels", lambda: None)
-    source = NoiseSource(SecretKey(3), 4)
-    types = [torch.float32, torch.bfloat16, torch.float64, torch.float64, torch.float32]
-    places = [source.by_numpy.take(100, dtype) for dtype in types]
-    block = numpy_noise._BLOCK
-    assert places == [0, 100, block, block + 100, 2 * block]
-    again = NoiseSource(SecretKey(3), 4)
-    again.pass_over([torch.zeros(100, dtype=dtype) for dtype in types])
-    assert again.by_numpy.place == 2 * block + 100
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -149,6 +149,8 @@ def every_way() -> dict[str, Any]:
         "with replacement": trained("baseline", sampling="with-replacement"),
         "pure": trained("baseline", steps=20),
         "views": trained("baseline", steps=20, views=2),
+        "lattice": trained("baseline", steps=20, noise="lattice"),
+        "lattice, whitened": trained("adaclip", steps=20, noise="lattice", wrap="before"),
         "views, parts": trained("dyn-s-l2max", steps=20, clipping="flat", views=2, physical=3),
     }
 
@@ -293,7 +295,9 @@ class _Sequence(nn.Module):
         return self.head(self.conv(h.mT).mT).mean(1)
 
 
-def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | None = None, views: int = 1) -> Any:
+def sharded(
+    way: str, strategy: str, clipping: str, tie: bool, physical: int | None = None, views: int = 1, noise: str = "auto"
+) -> Any:
     """``way``: alone, ddp or fsdp. The whole weights at the end."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -314,7 +318,7 @@ def sharded(way: str, strategy: str, clipping: str, tie: bool, physical: int | N
     x = torch.randint(0, 11, (80, 5), generator=generator)
     y = torch.randint(0, 11, (80,), generator=generator)
     settings = {"clip": 0.5, "sigma": 1.0, "steps": 20, "delta": 1e-3, "seed": 5, "allow_unproved": True}
-    engine = gradveil.PrivacyEngine(strategy=strategy, clipping=clipping, views=views, **settings)
+    engine = gradveil.PrivacyEngine(strategy=strategy, clipping=clipping, views=views, noise=noise, **settings)
     model, _, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
@@ -341,6 +345,7 @@ WAYS = [
     ("dyn-s-l2max", "per-layer", False, None),
     ("baseline", "per-layer", False, None, 2),
     ("baseline", "flat", True, 2, 2),
+    ("baseline", "per-layer", True, None, 1, "lattice"),
 ]
 
 

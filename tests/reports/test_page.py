@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 
 import pytest
+from scipy.special import ndtr, ndtri
 
+from gradveil.accounting.tradeoff import tradeoff
 from gradveil.attacks.observation.views import VIEWS as REAL_VIEWS
 from gradveil.attacks.trial import NAMES
 from gradveil.cli import main
 from gradveil.mechanism import strategies
+from gradveil.mechanism.records import Release
 from gradveil.reports.checklist import ATTACKS, VIEWS, checklist
 from gradveil.reports.facts import read_run
 from gradveil.reports.page import at_most, names_apart, render, write_page
+from gradveil.reports.verdicts import plain
 from small_runs import damaged, interrupted, trained, with_attack
 
 SEED = 987654321
@@ -143,7 +149,7 @@ def test_an_interrupted_run_says_at_which_step(run):
     text = words(page_of(run))
     assert "Not ended: interrupted, or still running, after step 3 of 6." in text
     assert "The run has not ended" in text
-    assert "baseline not ended proved epsilon ≤" in text
+    assert "baseline not ended tier 1: strong formal guarantee" in text
 
 
 @pytest.mark.parametrize("how", ["changed", "missing", "nonsense"])
@@ -185,7 +191,7 @@ def test_an_engines_own_run_has_a_ledger_alone(run, tmp_path):
     shutil.copy(run / "ledger.jsonl", own)
     text = words(page_of(own))
     assert "epsilon ≤" in text
-    assert "There is no config.toml" in text
+    assert "There is no config.toml" in text and "not stated" in text
     assert "not recorded" in text
 
 
@@ -238,11 +244,11 @@ def test_figures_of_an_attack_without_pictures(attacked):
 
 def test_pictures_only_when_asked_for_and_then_for_the_owner_alone(attacked, tmp_path):
     text = page_of(attacked, examples=2)
-    # Two victims: the original, the frames of iterations 0, 1 and 5, and the end.
-    assert text.count('src="data:image/png;base64,') == 2 * 5
+    # Two victims: the original, the frames of iterations 0, 1 and 5, and the end; the first one's also in the verdict.
+    assert text.count('src="data:image/png;base64,') == 2 * 5 + 2
     assert 'data-iterations="0 1 5"' in text
     assert "This page shows training examples." in text
-    assert page_of(attacked, examples=sys.maxsize).count("data:image/png") == 3 * 5
+    assert page_of(attacked, examples=sys.maxsize).count("data:image/png") == 3 * 5 + 2
     write_page([read_run(attacked)], tmp_path / "p.html", examples=1)
     assert (tmp_path / "p.html").stat().st_mode & 0o777 == 0o600
 
@@ -384,3 +390,76 @@ def test_bad_input_writes_nothing(run, tmp_path, monkeypatch, capsys):
         code, told = call(monkeypatch, capsys, *arguments)
         assert code == 2 and told.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "tag"),
+    [
+        (0.9, "tier 1: strong formal guarantee"),
+        (1.0, "tier 1"),
+        (7.1, "tier 2: reasonable guarantee"),
+        (10.1, "tier 3: weak guarantee"),
+        (math.inf, "nothing proved"),
+    ],
+)
+def test_the_first_screen_says_how_much_epsilon_is_worth(run, epsilon, tag):
+    facts = read_run(run)
+    proved = replace(facts.statement.proved, epsilon=epsilon, reason="of a test" if epsilon == math.inf else None)
+    found = plain(replace(facts, statement=replace(facts.statement, proved=proved)))
+    assert found.tag.startswith(tag)
+    assert (found.kind == "strong") == (epsilon <= 1)
+
+
+@pytest.mark.parametrize(("psnr", "leak"), [(28.9, True), (12.0, False), (15.0, False)])
+def test_what_an_attack_got_back_is_in_the_verdict(run, psnr, leak):
+    with_attack(run, psnr=psnr)
+    found = plain(read_run(run))
+    assert found.leak == leak
+    assert f"{psnr} dB, where guessing gives 11.0" in found.attacked
+    assert ("got training examples back" in found.attacked) == leak
+    text = words(page_of(run))
+    verdict = text.partition(" Glossary ")[2].partition("What came back")[0]
+    assert f"{psnr} dB" in text and ("leaks" in verdict) <= leak
+
+
+def test_mu_and_true_positive_rates_stand_beside_epsilon_and_bound_it(run):
+    facts = read_run(run)
+    found = tradeoff(facts.contents.header, facts.contents.charged())
+    epsilon, delta = facts.proved, facts.statement.proved.delta
+    for rate, tpr in found.true_positive_rates.items():
+        assert rate <= tpr <= min(1.0, math.exp(epsilon) * rate + delta) * (1 + 1e-6)
+    rates = list(found.true_positive_rates.values())
+    assert rates == sorted(rates) and 0 < found.mu < 10
+    text = words(page_of(run))
+    assert "mu, Gaussian DP" in text and "found at 0.1 % false positives" in text
+
+
+def test_the_tradeoff_of_one_gaussian_step_is_that_of_its_mu():
+    from made_ledgers import make_header
+
+    header = replace(make_header(steps=1, groups=1), sample_rate=1.0, expected_batch_size=1000.0)
+    release = Release(
+        step=0, sampler="poisson", sample_rate=1.0, expected_batch_size=1000.0, clip=(4.0,), sensitivity_rule="clip",
+        sensitivity=(4.0,), sigma=2.0, noise_std=(8.0,), scale_is_public=True,
+    )  # fmt: skip
+    found = tradeoff(header, [release])
+    assert found.mu == pytest.approx(0.5, rel=0.01) and found.mu >= 0.5  # z = 2: mu = 1/2
+    assert found.true_positive_rates[0.01] == pytest.approx(float(ndtr(ndtri(0.01) + 0.5)), rel=0.01)
+
+
+def test_about_is_shown_and_what_is_not_stated_too(tmp_path):
+    path = trained(tmp_path / "run", about={"purpose": "a <b>test</b>", "tuning": "3 runs", "contact": "me"})
+    page = page_of(path)
+    assert "a &lt;b&gt;test&lt;/b&gt;" in page
+    text = words(page)
+    assert "Tuning runs on the same data 3 runs" in text and "Sign-off not stated" in text and "contact me" in text
+    assert 'purpose = "a <b>test</b>"' in (path / "config.toml").read_text()
+
+
+def test_a_page_of_a_run_that_contradicts_its_ledger_says_so_first(run):
+    config = (run / "config.toml").read_text().replace("sigma = 3.0", "sigma = 30.0")
+    (run / "config.toml").write_text(config)
+    text = words(page_of(run))
+    verdict = text.partition(" Glossary ")[2].partition("What came back")[0]
+    assert "evidence invalid" in verdict and "config.toml: changed" in verdict
+    assert '"sigma": 30' not in page_of(run)  # settings are the ledger's

@@ -12,6 +12,7 @@ from gradveil.accounting.calibrate import (
     spent_by,
 )
 from gradveil.accounting.curve import Curve, planned_curve, proved_curve
+from gradveil.accounting.filter import FilterAccountant, RenyiFilter, choose_filters
 from gradveil.accounting.paper import PaperEpsilon, at_total_delta, from_releases, paper_curve, paper_epsilons
 from gradveil.accounting.plan import calibrate_plan
 from gradveil.accounting.planned import (
@@ -38,9 +39,11 @@ __all__ = [
     "BudgetView",
     "Calibrated",
     "Curve",
+    "FilterAccountant",
     "PaperEpsilon",
     "ProvedEpsilon",
     "ReconstructionBound",
+    "RenyiFilter",
     "Setting",
     "Statement",
     "Target",
@@ -55,6 +58,7 @@ __all__ = [
     "check_delta",
     "check_kappa",
     "check_steps",
+    "choose_filters",
     "default_view",
     "from_releases",
     "is_noised",

@@ -311,8 +311,11 @@ def run_charges(header: RunHeader, releases: Sequence[Release]) -> Charged:
 def covers(mine: RunHeader, theirs: RunHeader, releases: Sequence[Release]) -> bool:
     """Whether a run that declared ``mine`` is charged, after ``releases``, at least what one with ``theirs`` is.
 
-    Step by step: each declared step that the other is charged for is charged here too, at no more noise.
+    Step by step: each declared step that the other is charged for is charged here too, at no more noise. A run with a
+    privacy filter is covered by one with the same filter, which counts the other's releases, and by no other.
     """
+    if (filters := mine.plan.get("filter")) is not None or theirs.plan.get("filter") is not None:
+        return bool(filters == theirs.plan.get("filter"))
     try:
         here = run_charges(mine, releases).remaining
     except Unbounded:

@@ -13,6 +13,8 @@ The kinds:
     public    a pass over data that was declared public
     spent     what a checkpoint of another run brought along; its releases follow
     environment   what the run goes on under other than before (threads, kernels, versions, device)
+    settings  those of the run that are not in the header (manifest.py)
+    file      the name and the hash of a file in the run directory (manifest.py); also after the end
     resume    another process goes on with the run
     end       the run ended, and why
 """
@@ -37,7 +39,7 @@ from gradveil.mechanism.records import FORMAT_VERSION, AuxiliaryRelease, Release
 
 GENESIS = "0" * 64
 SHORT_SINCE = 2  # the format in which releases were first written as "next"
-NOTES = ("check", "public", "spent", "environment")
+NOTES = ("check", "public", "spent", "file", "settings", "environment")
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _HASH_AT = -len(',"') - 43 - len('"]')  # in a line of kind "next", from its end
@@ -162,7 +164,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
     step = releases[-1].step + 1 if releases else 0
     planned = min(step, header.steps - 1)  # the line may have been one after the last release
     clip = from_dict(header.plan["clip"])(planned)
-    sigma = from_dict(header.plan["sigma"])(planned)
+    sigma = min(from_dict(header.plan["sigma"])(planned), header.plan.get("sigma_least", math.inf))
     if releases:
         last = releases[-1]
         smaller = min(1.0, sigma / last.sigma)
@@ -173,6 +175,7 @@ def recovered_release(header: RunHeader, releases: Sequence[Release]) -> Release
             noise_std=tuple(s * smaller for s in last.noise_std),
             digest=None,
             nonce=None,
+            chosen_from=None,
             recovered=True,
         )
     beside = float(header.plan.get("side_inverse_square", 0.0))

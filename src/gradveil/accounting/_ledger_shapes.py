@@ -72,6 +72,7 @@ _RELEASE: Mapping[str, Callable[[object], bool]] = {
     "side": _are_sides,
     "digest": _is_optional_word,
     "recovered": _is_truth,
+    "chosen_from": lambda value: value is None or isinstance(value, dict),
     "nonce": _is_optional_word,
 }
 _HEADER: Mapping[str, Callable[[object], bool]] = {

@@ -51,7 +51,9 @@ class ReleaseTable(Sequence[Release]):
         told["clip"] = len(clip) if same else clip
         if type(sigma) is not float:
             told["sigma"] = sigma  # a whole number stays one
-        key = (*((name, type(value), value) for name, value in told.items()),)
+        key: tuple[Any, ...] = tuple(
+            (name, type(value), repr(value) if isinstance(value, Mapping) else value) for name, value in told.items()
+        )
         kind = self._kind_of.get(key)
         if kind is None:
             kind = self._kind_of[key] = len(self._shared)

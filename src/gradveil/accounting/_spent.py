@@ -5,8 +5,8 @@ run-length encoded where values repeat, refers to another where both are equal, 
 differs (a decaying schedule). 10 000 steps with constant settings take about 1 kB, with decaying clip and sigma about
 600 kB of JSON.
 
-Left out is ``nonce``: it identifies noise that the origin's ledger records, and nothing is charged by it. All else
-comes back bit for bit.
+Left out are ``nonce`` and ``chosen_from``: they say of which noise, and from what chosen, a release is. The origin's
+ledger records both, and nothing is charged by them. All else comes back bit for bit.
 """
 
 from __future__ import annotations

@@ -126,6 +126,8 @@ class Ledger:
         contents = read(path)
         for field in ("strategy", "groups", "population", "sampling", "sample_rate", "steps", "delta", "plan"):
             mine, theirs = header.to_dict()[field], contents.header.to_dict()[field]
+            if field == "plan" and "noise" not in theirs:  # begun in floating point: it goes on so
+                mine.pop("noise", None)
             if mine != theirs:
                 raise RunDirectoryError(
                     f"the run was begun with {field} = {theirs!r}, and is to go on with {mine!r}. A run keeps its "
@@ -243,7 +245,8 @@ class Ledger:
         """Write a note, as a release is written.
 
         Kinds: "check" (evidence of an independence check), "public" (a pass over data declared public), "environment"
-        (what a run goes on under), "spent" (what a checkpoint brought along; written by :meth:`import_spent`).
+        (what a run goes on under), "spent" (what a checkpoint brought along; written by :meth:`import_spent`),
+        "settings" and "file" (manifest.py).
         """
         if kind not in NOTES:
             raise UnknownNameError("kind of note", kind, NOTES)

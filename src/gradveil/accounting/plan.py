@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 
-from gradveil.accounting._compose import composed_epsilon, default_view, why_no_bound
+from gradveil.accounting._compose import Accountant, composed_epsilon, default_view, why_no_bound
 from gradveil.accounting._events import (
     LARGEST_MULTIPLIER,
     SMALLEST_MULTIPLIER,
@@ -16,6 +16,7 @@ from gradveil.accounting._events import (
 )
 from gradveil.accounting._search import meet
 from gradveil.accounting.calibrate import Target
+from gradveil.accounting.filter import RenyiFilter, choose_filters
 from gradveil.errors import ConfigError
 from gradveil.mechanism.records import planned_multiplier, why_unproved
 from gradveil.mechanism.strategies import PrivacyPlan
@@ -34,6 +35,7 @@ def calibrate_plan(
     delta: float,
     side_of: Callable[[PrivacyPlan], float] | None = None,
     least: float = 0.0,
+    accountant: Accountant | None = None,
 ) -> float:
     """The smallest starting sigma with which all declared steps of a run cost at most ``epsilon``.
 
@@ -41,7 +43,8 @@ def calibrate_plan(
     everything else fixed); its decays, unit bounds and fixed variance are charged as the engine will record them.
     ``groups`` is the number of clipping groups. ``side_of`` gives what the side releases of a step add to 1/z^2 under a
     plan: the bound rule's ``side_inverse_square``, which may depend on sigma; None: there are none. ``least`` is the
-    smallest sigma that makes sense, such as the given end of a decay.
+    smallest sigma that makes sense, such as the given end of a decay. ``accountant`` is by default the statement's,
+    PLD; RDP for a run with a privacy filter, whose order is then the one at which the plan just fits.
 
     Guaranteed: the whole run, counted as its statement counts it (PLD, the neighbours that suit the sampler), costs at
     most ``epsilon``, and at least (1 - 0.001) of it. Stopping rules play no part: all declared steps are charged.
@@ -54,7 +57,8 @@ def calibrate_plan(
     """
     target = Target(epsilon=epsilon, delta=delta)
     rate, root = batch_size / population, math.sqrt(groups)
-    neighbours, accountant = default_view(sampling)
+    neighbours, usual = default_view(sampling)
+    accountant = accountant or usual
     mechanism = mechanism_of(sampling, rate=rate, batch_size=float(batch_size), population=population)
     low = max(least, SMALLEST_MULTIPLIER * root)
     plan = _quietly(plan_of, max(low, 1.0))
@@ -81,6 +85,30 @@ def calibrate_plan(
     decay = math.sqrt(sum((zs[0] / z) ** 2 for z in zs) / len(zs))  # by how much a sigma that falls starts higher
     guess, high = root * (0.5 + rough) * decay, LARGEST_MULTIPLIER * root
     return meet(spent, epsilon, guess=guess, low=low, high=high, tolerance=TOLERANCE)
+
+
+def plan_filters(
+    plan: PrivacyPlan,
+    *,
+    groups: int,
+    side_inverse_square: float,
+    sampling: str,
+    population: int,
+    batch_size: int,
+    delta: float,
+    epsilon: float | None,
+) -> tuple[RenyiFilter, ...]:
+    """The privacy filters of a run with this plan (:func:`~gradveil.accounting.filter.choose_filters`)."""
+    if (why := _why_unproved(plan, sampling)) is not None:
+        raise ConfigError(f"a privacy filter has nothing to hold: {why}.")
+    rate = batch_size / population
+    mechanism = mechanism_of(sampling, rate=rate, batch_size=float(batch_size), population=population)
+    zs = _multipliers(plan, groups, side_inverse_square)
+    try:
+        charges = [(mechanism, checked_multiplier(z, t)) for t, z in enumerate(zs)]
+    except Unbounded as error:
+        raise ConfigError(f"a privacy filter has nothing to hold: {error}.") from None
+    return choose_filters(charges, delta=delta, epsilon=epsilon)
 
 
 def _quietly(plan_of: Callable[[float], PrivacyPlan], sigma: float) -> PrivacyPlan:

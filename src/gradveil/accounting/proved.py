@@ -12,7 +12,7 @@ An unknown situation is answered with infinity and a reason, never with a guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,9 @@ from gradveil.accounting._compose import (
 )
 from gradveil.accounting._events import Charged, Unbounded, budget_of, remaining_steps, run_charges, taken_charges
 from gradveil.accounting._release_table import kinds
+from gradveil.accounting.filter import NAME as FILTER
+from gradveil.accounting.filter import filtered
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.errors import UnknownNameError
 from gradveil.mechanism.records import Release, RunHeader
 
@@ -35,10 +38,12 @@ ChargedSteps = Literal["declared", "taken"]
 
 UNIT = "the unit of protection is one example"
 NOT_COVERED = "hyper-parameter search, and metrics computed from the training data (such as the loss), are not covered"
+GAUSSIAN = "the noise is taken to be exactly Gaussian; drawn in floating point it is not quite"
+ON_LATTICE = "the noise is drawn on a lattice: how far it is from Gaussian is charged in addition to delta"
 _ALWAYS = (
     UNIT,
     "which examples were drawn and what noise was added stay secret",
-    "the noise is taken to be exactly Gaussian; drawn in floating point it is not quite",
+    GAUSSIAN,
     NOT_COVERED,
 )
 _ONE_ROW = "each example contributes to at most one row of a batch in each step"
@@ -61,6 +66,10 @@ _BUDGET_STOP = (
     "training may stop on released values: the declared steps are charged as far as the budget of epsilon = {budget:g} "
     "affords them, because the run ends there in any case"
 )
+_FILTER_STOP = (
+    "noise, bounds and the end of training may follow released values: the run is charged its filter's whole budget, "
+    "wherever it ended"
+)
 _FIXED_STOP = "the step at which training stops was fixed in advance: only the steps taken are charged"
 _RECORDED_S = (
     "the sensitivities S_t recorded in the ledger depend on the data and must not be published with the model, nor the "
@@ -73,6 +82,7 @@ class ProvedEpsilon:
     """(``epsilon``, ``delta``)-differential privacy of a whole run; ``reason`` says why it is infinite.
 
     ``at_budget``: not all declared steps are charged, because the budget that the run is held to affords no more.
+    ``filter``: of a run held to a privacy filter, its order and budget, what it granted, and the theorem.
     """
 
     epsilon: float
@@ -84,10 +94,13 @@ class ProvedEpsilon:
     assumptions: tuple[str, ...]
     reason: str | None = None
     at_budget: bool = False
+    filter: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: an infinite epsilon is the string "inf"."""
         data = asdict(self)
+        if self.filter is None:
+            del data["filter"]
         data["assumptions"] = list(self.assumptions)
         data["epsilon"] = self.epsilon if math.isfinite(self.epsilon) else "inf"
         return data
@@ -130,6 +143,8 @@ def _run_assumptions(
             views=header.plan.get("views", 1),
         )
     )
+    if is_covered(header):
+        notes[notes.index(GAUSSIAN)] = ON_LATTICE
     if header.seeded:
         notes.append(_SEEDED)
     if stopping is not None:
@@ -182,6 +197,9 @@ def proved_epsilon(
     fixed in advance that training stops after them. That is the epsilon spent so far, for plots, displays and
     budgets; it is no statement about a run that stopped for another reason.
 
+    A run that declared a privacy filter is charged the filter's budget, wherever it ended, whatever ``accountant``
+    says (:mod:`gradveil.accounting.filter`).
+
     No releases: epsilon 0. Any data-dependent noise scale, step without noise, or sampler without a bound:
     infinite, with the reason.
     """
@@ -191,6 +209,8 @@ def proved_epsilon(
     delta = check_delta(header.delta if delta is None else delta)
     sampler = " + ".join(sorted({r.sampler for r, _ in kinds(releases)})) or header.sampling
     charged = Charged(taken=[], remaining=[])
+    if charge == "declared" and header.plan.get(FILTER) is not None:
+        return _filtered(header, releases, delta=delta, neighbours=neighbours, sampler=sampler)
 
     def charges_of() -> list[Charge]:
         nonlocal charged
@@ -211,4 +231,26 @@ def proved_epsilon(
         assumptions=_run_assumptions(header, releases, neighbours, _stopping_note(header, releases, charge, charged)),
         reason=reason,
         at_budget=charged.by_budget,
+    )
+
+
+def _filtered(
+    header: RunHeader, releases: Sequence[Release], *, delta: float, neighbours: Neighbours, sampler: str
+) -> ProvedEpsilon:
+    epsilon, facts, reason = math.inf, None, None
+    try:
+        taken_charges(header, releases)
+        epsilon, facts = filtered(header, releases, delta=delta, neighbours=neighbours)
+    except Unbounded as error:
+        reason = str(error)
+    return ProvedEpsilon(
+        epsilon=epsilon,
+        delta=delta,
+        neighbours=neighbours,
+        sampler=sampler,
+        accountant="Renyi filter" if facts is None else f"Renyi filter of order {facts['order']:g}",
+        steps_charged=len(releases),
+        assumptions=_run_assumptions(header, releases, neighbours, _FILTER_STOP),
+        reason=reason,
+        filter=facts,
     )

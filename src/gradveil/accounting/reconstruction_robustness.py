@@ -21,14 +21,16 @@ No bound where the scale of the noise depends on the data: l2-max.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradveil.accounting._checks import check_noise
 from gradveil.accounting._compose import Charge, Neighbours, parts_of, rough_epsilon, why_no_bound
-from gradveil.accounting._events import Unbounded, run_charges
+from gradveil.accounting._events import Unbounded, run_charges, taken_charges
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism, copies
 from gradveil.accounting._pld_fft import pld_success
+from gradveil.accounting.filter import NAME as FILTER
+from gradveil.accounting.filter import filtered, filters_of
 from gradveil.accounting.planned import Setting
 from gradveil.errors import ConfigError
 from gradveil.mechanism.records import Release, RunHeader
@@ -108,7 +110,16 @@ def reconstruction_bound(header: RunHeader, releases: Sequence[Release], *, kapp
 
     Steps are charged as :func:`~gradveil.accounting.proved.proved_epsilon` charges them, declared ones included.
     """
-    return _bound(lambda: run_charges(header, releases).charges, kappa)
+    if header.plan.get(FILTER) is None:
+        return _bound(lambda: run_charges(header, releases).charges, kappa)
+    one_step = _bound(lambda: taken_charges(header, releases), kappa)
+    if not releases or one_step.whole_run is None:
+        return one_step
+    try:
+        filtered(header, releases, delta=header.delta, neighbours="add-remove")
+        return replace(one_step, whole_run=filters_of(header)[0].success(kappa))
+    except Unbounded as error:
+        return replace(one_step, whole_run=None, reason=str(error))
 
 
 def planned_reconstruction_bound(sigmas: Sequence[float], setting: Setting, *, kappa: float) -> ReconstructionBound:

@@ -14,6 +14,7 @@ from gradveil.accounting._compose import Neighbours, default_view
 from gradveil.accounting._release_table import kinds, sigmas_of
 from gradveil.accounting._rounding import at_least, at_most, percent_at_most
 from gradveil.accounting.evidence import checks_of
+from gradveil.accounting.finite_precision import extra_delta, is_covered
 from gradveil.accounting.paper import PaperEpsilon, from_releases
 from gradveil.accounting.proved import NOT_COVERED, UNIT, ProvedEpsilon, proved_epsilon
 from gradveil.mechanism.records import Release, RunHeader
@@ -38,8 +39,17 @@ _NOT_COVERED = (
     "metrics computed from the training data, such as the loss, and what is decided by them: a learning rate that "
     "follows the training loss, say",
     "a seed that becomes known or is reused: anyone who knows the seed can subtract the noise",
-    "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian",
     "side channels, such as the time a step takes",
+)
+_FLOATING = (
+    "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian (noise='lattice' "
+    "covers it, on the CPU)"
+)
+_LATTICE = (
+    "covered: released values lie on a public lattice, their noise was drawn on it, and its scale allows for the "
+    "rounding; the distance of the draws from Gaussian ones adds at most {extra:.1e} to delta. Assumed: float32 "
+    "arithmetic moves the sum of clipped gradients by at most 0.04 % of the clip bound, and the cipher that the noise "
+    "comes from, ChaCha12, is not broken"
 )
 _GUARANTEE = {
     "proved": "its noise depends only on public settings and on values already released with noise",
@@ -57,6 +67,10 @@ _SAMPLING = {
 _SEED = "the run was seeded: anyone who knows the seed can subtract the noise"
 _OWN_LOSS = "each example's loss depends on that example alone"
 _EARLIER = "no example's loss depends on examples of earlier batches, other than through released weights (not checked)"
+_WEIGHTS = (
+    "the weights at the start do not depend on these examples, or what they cost is charged beside this run; after "
+    "that only releases change the weights and buffers (not checked)"
+)
 _DRAWN = (
     "each step is taken on the batch that was drawn for it: its number of rows is checked, and the loader's own "
     "tensors of an earlier batch are refused; copies of other rows would not be noticed"
@@ -67,7 +81,8 @@ _FROM_ARGUMENTS = (
 )
 _POWER_CUT = "a power cut may lose the records of the last second of training; durability='fsync' closes that"
 _SYNCED = "every record is on disk before its release is used (durability='fsync')"
-_BEFORE = "what happens before the model, nor targets"  # what no check of the model and the loss sees
+# What no check of the model and the loss sees.
+_BEFORE = "what happens before the model, targets, or outputs that reach the loss in other ways"
 
 
 def _row(label: str, text: str) -> str:
@@ -155,7 +170,8 @@ class Statement:
             "accountant": self.proved.accountant,
             "trust_model": _TRUST,
             "covers": self._covers(),
-            "not_covered": list(_NOT_COVERED),
+            "not_covered": list(self.not_covered),
+            "floating_point": {"covered": is_covered(self.header), "extra_delta": self.extra_delta},
             "largest_success_of_a_membership_test": self.membership_success,
             "proved": self.proved.to_dict(),
             "proved_other": self.proved_other.to_dict(),
@@ -180,12 +196,21 @@ class Statement:
         return min(1.0, (1.0 + delta * math.exp(-epsilon)) / (1.0 + math.exp(-epsilon)))
 
     @property
+    def extra_delta(self) -> float:
+        """What the finite precision of the noise adds to delta; 0 where it is not covered at all."""
+        return extra_delta(self.header, self.proved.epsilon, steps=max(self.header.steps, self.proved.steps_charged))
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        return _NOT_COVERED if is_covered(self.header) else (*_NOT_COVERED[:-1], _FLOATING, _NOT_COVERED[-1])
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What the proof takes for granted, with the evidence there is for it; empty where nothing is proved."""
         if not math.isfinite(self.proved.epsilon):
             return ()
         notes = [note for note in self.proved.assumptions if note not in (UNIT, NOT_COVERED)]
-        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER, _DRAWN]
+        found = [f"{_OWN_LOSS}: {_evidence(self.checks)}", *notes, _EARLIER, _WEIGHTS, _DRAWN]
         if self.checks is not None and self.checks.get("whole_step", 0):
             found.append(_FROM_ARGUMENTS)
         declared = 0 if self.checks is None else self.checks.get("public", 0)
@@ -225,6 +250,8 @@ class Statement:
     def _charged_text(self) -> str | None:
         """Why more steps are charged than were taken, or fewer than declared; None where neither is so."""
         proved, fixed = self.proved, self.proved_if_fixed
+        if proved.filter is not None:
+            return self._filter_text(proved.filter)
         charged = f"{_count(proved.steps_charged, 'step')}: "
         if proved.at_budget:
             charged += f"as many as the budget of epsilon = {self.header.plan['budget']:g} affords"
@@ -238,6 +265,18 @@ class Statement:
         return (
             f"{charged}, because training may have stopped on released values; {taken}. Had it been fixed in advance "
             f"to stop at step {self.last_step}: epsilon = {at_most(fixed.epsilon)}."
+        )
+
+    def _filter_text(self, facts: Mapping[str, Any]) -> str | None:
+        """The theorem behind the epsilon of a run with a privacy filter, and what the theorem costs."""
+        fixed = self.proved_if_fixed
+        if fixed is None:
+            return None
+        return (
+            f"the whole budget of a {facts['theorem']}: sigma, clip bounds and the last step may have been chosen from "
+            f"released values. {facts['granted'] / facts['budget']:.0%} of its budget was granted. Had the same "
+            f"{_count(self.steps_taken, 'step')} been fixed in advance: epsilon = {at_most(fixed.epsilon)} "
+            f"({fixed.accountant})."
         )
 
     def _paper_text(self) -> str:
@@ -302,7 +341,9 @@ class Statement:
         rows += [_row("" if i else "Assumes", note) for i, note in enumerate(self.assumptions)]
         if header.seeded and not self.assumptions:
             rows.append(_row("Seed", _SEED))
-        rows += [_row("" if i else "Not covered", note) for i, note in enumerate(_NOT_COVERED)]
+        if is_covered(header) and self.assumptions:
+            rows.append(_row("Floating point", _LATTICE.format(extra=self.extra_delta)))
+        rows += [_row("" if i else "Not covered", note) for i, note in enumerate(self.not_covered)]
         return "\n".join(row.rstrip() for row in rows)
 
 
@@ -331,7 +372,7 @@ def statement(
     other_neighbours: Neighbours = "replace-one" if neighbours == "add-remove" else "add-remove"
     proved = proved_epsilon(header, releases, delta=delta, neighbours=neighbours, accountant=accountant)
     fixed: ProvedEpsilon | None = None
-    if math.isfinite(proved.epsilon) and proved.steps_charged > len(releases):
+    if math.isfinite(proved.epsilon) and (proved.filter or proved.steps_charged > len(releases)) and releases:
         fixed = proved_epsilon(
             header, releases, delta=delta, neighbours=neighbours, accountant=accountant, charge="taken"
         )

@@ -24,40 +24,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.accounting.reconstruction_robustness import one_step_bound
+from gradveil.accounting._rounding import at_most
 from gradveil.attacks.methods.analytic import Analytic, leaking_layer
 from gradveil.attacks.methods.base import Attack, Reconstruction
 from gradveil.attacks.methods.inversion import MAP, Inverting
-from gradveil.attacks.observation.from_files import count_classes, state_of
+from gradveil.attacks.observation.from_files import state_of
 from gradveil.attacks.observation.model_structure import ModelStructure, examine
 from gradveil.attacks.observation.observe import observe
+from gradveil.attacks.observation.task import find_task
 from gradveil.attacks.observation.views import GroundTruth, Observation, Public
+from gradveil.attacks.planned import KAPPA, Tried, cases
 from gradveil.attacks.scoring.evaluate import score
 from gradveil.attacks.scoring.scores import ImageScore
+from gradveil.attacks.text.preflight import try_text
 from gradveil.clipping import fix
 from gradveil.errors import ConfigError, UnsupportedModelError
-from gradveil.mechanism.strategies import PrivacyPlan, parameters
+from gradveil.mechanism.strategies import parameters
+
+__all__ = ["KAPPA", "Preflight", "Tried", "inspect_model", "made_up"]
 
 VICTIMS = 4
 _NO_BOUND = 0.99  # a limit above this is none
-KAPPA = 0.01  # how often guessing is taken to succeed, for the bound
 _PUBLIC = 200
 _ITERATIONS = 300
 _TIMED = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """One attack on what is seen; ``reached`` and ``guess`` in dB of PSNR, or in wrong features."""
-
-    seen: str
-    attack: str
-    success: float | None  # share of examples nearer than every guess by 6 dB; None: not tried, and why
-    reached: str = "-"
-    bound: float | None = None  # on the success of any attack, where guessing succeeds in 1 of 100
-    iterations: int = 0
-    seconds: float = 0.0
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +82,21 @@ def inspect_model(
         raise ConfigError(f"sigma is {sigma:g}, and noise is scaled to a clip bound. Give clip too.")
     if batch_size < 1:
         raise ConfigError(f"batch size is {batch_size}; give at least 1.")
-    outputs = count_classes(module, input_shape)
-    classes = classes or outputs
-    anatomy = examine(module, input_shape=input_shape, classes=classes, seed=seed)
+    task = find_task(module, input_shape)
+    classes = classes or task.classes
+    anatomy = examine(module, input_shape=input_shape, classes=classes, seed=seed, task=task)
     mended = anatomy.can_be_mended
     target = (copy.deepcopy(module) if anatomy.can_be_trained or not mended else fix(module)).eval()
     if not mended:  # an unsupported model has a plain gradient still; one that mixes examples has none of each
         clip = sigma = None
+    if task.tokens:
+        tried = []
+        if mended or not anatomy.mixes:
+            tried = try_text(target, input_shape, task, clip, sigma, batch_size, seconds, seed)
+        return Preflight(anatomy=anatomy, tried=tuple(tried), verdict=tuple(_verdict(anatomy, tried, sigma)))
     examples = made_up(VICTIMS + _PUBLIC, input_shape, seed=seed)
     labels = torch.randint(classes, (len(examples),), generator=torch.Generator().manual_seed(seed))
-    tried: list[Tried] = []
+    tried = []
     if mended or not anatomy.mixes:
         seen = _sights(target, examples, labels, classes, clip, sigma, batch_size, seed)
         # The attack takes the first linear layer; it must be one that is fed with the input.
@@ -141,34 +136,24 @@ def _sights(
     public = Public(examples[VICTIMS:].to(dtype), labels[VICTIMS:])
     # sigma is of no account where the view is before the noise.
     plan = None if clip is None else parameters("baseline", steps=1, clip=clip, sigma=sigma or 1.0)
-    cases: list[tuple[str, PrivacyPlan | None, str, int]] = [("undefended", None, "per-example", 1)]
-    if clip is not None:
-        cases.append((f"clipped to {clip:g}", plan, "per-example", 1))
-    if sigma is not None:
-        noised = f"clipped to {clip:g}, noise {sigma:g}"
-        if batch_size > 1:
-            cases.append((f"{noised}, B = {batch_size}, example alone", plan, "per-example-noised", batch_size))
-        cases.append((f"{noised}, all other examples known", plan, "per-example-noised", 1))
     found: list[Sighted] = []
     try:
-        for words, planned, view, mean_over in cases:
+        for case in cases(clip, sigma, batch_size):
             generator = torch.Generator().manual_seed(seed)
             seen, secret = observe(
                 module,
                 x,
                 y,
-                plan=planned,
-                view=view,
-                training_batch=mean_over,
+                plan=plan if case.clipped else None,
+                view="per-example-noised" if case.noised else "per-example",
+                training_batch=case.mean_over,
                 classes=classes,
                 generator=generator,
                 public=public,
                 weights=state_of(module),
             )
-            noised_here = view == "per-example-noised" and sigma is not None
-            groups = len(seen.sights[0].defence.groups)
-            bound = one_step_bound(sigma / mean_over / groups**0.5, KAPPA) if noised_here and sigma else None
-            found.append((words, seen, secret, bound))
+            bound = case.bound(sigma, len(seen.sights[0].defence.groups))
+            found.append((case.words, seen, secret, bound))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return Tried(seen="undefended", attack="-", success=None, note=f"no attack can run: {_first_line(error)}")
     return found
@@ -267,7 +252,7 @@ def _verdict(anatomy: ModelStructure, tried: Sequence[Tried], sigma: float | Non
         else:
             words.append(
                 f"{case}: no example came back in this time. Proved for one step: where guessing succeeds in 1 of 100, "
-                f"no attack succeeds in more than {how.bound:.3g}."
+                f"no attack succeeds in more than {at_most(how.bound, digits=3)}."
             )
     if sigma is None and anatomy.can_be_mended:
         words.append("No noise was planned: give clip and sigma to see what they change.")

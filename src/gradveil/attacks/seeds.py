@@ -3,7 +3,7 @@
 half, quarter, eighth   noise of a part of the size, tiled: "patterned" seeds, the first is the paper's
 random                  noise of the whole size
 constant                grey
-image                   another image, given
+image                   another image, given; or one for every example
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_seed(
     """Starts (V, B, *shape) in [0, 1]; drawn on the CPU, so that they are the same on every device."""
     whole = (victims, batch, *shape)
     if kind == "image":
-        if image is None or tuple(image.shape) != tuple(shape):
+        if image is None or tuple(image.shape) not in (tuple(shape), whole):
             raise ConfigError(f"seed 'image' needs an image of shape {tuple(shape)}.")
         return image.to(device).expand(whole).clone()
     if kind == "constant":

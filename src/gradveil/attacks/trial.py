@@ -27,6 +27,7 @@ from gradveil.attacks.scoring.scores import Score
 from gradveil.attacks.seeds import start_of
 from gradveil.attacks.untrained import untrained
 from gradveil.clipping import make_groups
+from gradveil.clipping.groups import Clipping
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism.records import inverse_square
 from gradveil.mechanism.strategies import PrivacyPlan, parameters
@@ -65,6 +66,7 @@ class AttackConfig:
     steps_seen: int = 1
     lr: float = 0.1
     reading: str | None = None
+    clipping: Clipping = "per-layer"
     training_batch: int = 600
     iterations: int = 300
     network: str | None = None  # untrained, see untrained.py; None: the usual one for the data
@@ -105,11 +107,13 @@ class AttackResult:
     bound: float | None  # on any attack's success at this step, if guessing succeeds so often; None: there is none
     seconds: float
     seen_by_onlooker: dict[str, Any]  # iterations until examples came out
+    used: dict[str, Any]  # how the gradients that were seen were clipped and noised
     oracle: dict[str, float] | None  # with the attempt chosen by the truth; None where there was one attempt
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": asdict(self.trial),
+            "used": self.used,
             "result": self.score.summary() | self.seen_by_onlooker,
             "oracle": self.oracle,
             "controls": {name: found.summary() for name, found in self.controls.items()},
@@ -129,12 +133,13 @@ def run(
     model: nn.Module | None = None,
     plan: PrivacyPlan | None = None,
     rule_state: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, float] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AttackResult:
     """Attack examples of the training set. The model defaults to an untrained one, the plan to the trial's.
 
     ``progress`` is told how many iterations are done. ``rule_state``: where a run's clip bounds are at that step
-    (quantile-clip, adaclip); default: where they start.
+    (quantile-clip, adaclip); default: where they start. ``options``: of the strategy's own rule.
     """
     count = trial.victims * trial.batch
     if count + _CANDIDATES // 2 > len(data.x_train):
@@ -155,8 +160,9 @@ def run(
     plan = plan or trial.plan()
     rule = None
     if plan is not None and plan.strategy.is_private:
-        groups = make_groups(model, "per-layer")
-        rule = starting_rule(plan, model, groups, float(trial.training_batch), device=device, state=rule_state)
+        groups = make_groups(model, trial.clipping)
+        mean_over = float(trial.training_batch)
+        rule = starting_rule(plan, model, groups, mean_over, device=device, state=rule_state, options=options)
     public = Public(others[:_PUBLIC], y[count:][:_PUBLIC])
     seen, secret = observe_steps(
         model,
@@ -167,6 +173,7 @@ def run(
         view=trial.view,
         step=trial.step,
         training_batch=trial.training_batch,
+        clipping=trial.clipping,
         classes=data.classes,
         generator=generator,
         lr=trial.lr,
@@ -213,6 +220,7 @@ def run(
         bound=_bound(seen.sights, kappa),
         seconds=seconds,
         seen_by_onlooker=onlooker.summary(),
+        used=_used(seen.sights[0]),
         oracle=oracle(found, secret, mean_image),
     )
 
@@ -220,6 +228,17 @@ def run(
 def _as_found(x: Tensor, secret: GroundTruth) -> Reconstruction:
     nobody = torch.zeros(len(x), device=x.device)
     return Reconstruction(x=x, labels=secret.y, loss=nobody, losses=[], frames={}, failed=nobody.bool())
+
+
+def _used(seen: StepObservation) -> dict[str, Any]:
+    known = seen.defence
+    return {
+        "clip": known.clip,
+        "noise_std_of_the_mean": known.noise_std,
+        "mean_over": known.normaliser,
+        "sensitivity_rule": known.sensitivity_rule,
+        "groups": len(known.groups),
+    }
 
 
 def _bound(sights: Sequence[StepObservation], kappa: float) -> float | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +174,8 @@ class _Silence(NoiseSource):
     def __init__(self) -> None:
         super().__init__(SecretKey(), 0)
 
-    def normals(self, count: int) -> list[float]:
-        return [0.0] * count
+    def noised(self, values: Sequence[float], std: float, *, sensitivity: float) -> tuple[float, ...]:
+        return tuple(values)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _Auditor:
         defence, engine = self._defence, self.engine
         assert defence.clip is not None
         facts = StepFacts(defence.clip, clip_stats, defence.groups, sums, float(engine.sampling.batch_size))
-        scale = noise_scale(engine.plan, self._step, facts)
+        scale = noise_scale(engine.plan, self._step, facts, engine.rule.sigma(self._step))
         side = engine.rule.side_releases(clip_stats, self._silence)
         return _World(self._noise_coordinates(sums), scale.stds, tuple(v for s in side for v in s.values))
 

@@ -5,13 +5,18 @@ The examples are of the test set: an audit of a strategy needs no training examp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from gradveil.accounting.ledger import Contents
+from gradveil.attacks.own_run import OwnRun
 from gradveil.audit.canary import Setting
 from gradveil.errors import ConfigError
 from gradveil.training import data, models
 from gradveil.training.config import RunConfig
+from gradveil.training.recorded import clipping_of, plan_of
 
 
 def setting_of(
@@ -48,6 +53,42 @@ def setting_of(
         sample_rate=sample_rate,
         calm=calm,
         lr=config.lr * min(1.0, round(sample_rate * examples) / config.batch_size),
+    )
+
+
+def setting_of_own(
+    contents: Contents,
+    own: OwnRun,
+    *,
+    examples: int = 16,
+    sample_rate: float = 1.0,
+    calm: float | None = 0.1,
+    seed: int = 0,
+) -> Setting:
+    """The same for a run of somebody's own model: strategy and numbers of its ledger, examples that it held out."""
+    loaded, header = own.data(), contents.header
+    plan = plan_of(header)
+    if not 2 <= examples <= len(loaded.x_test):
+        raise ConfigError(
+            f"{examples} examples of the {len(loaded.x_test)} that {own.data_factory} holds out: give at least 2, the "
+            "canary and one beside it, and no more than there are."
+        )
+    settings: dict[str, Any] = {"strategy": plan.strategy, "reading": plan.reading, "delta": header.delta}
+    for name, schedule in (("clip", plan.clip), ("sigma", plan.sigma)):
+        settings[name] = schedule.start
+        if not schedule.is_constant:  # an audit has its own number of steps, over which it spans
+            settings |= {f"{name}_decay": schedule.kind, f"{name}_end": schedule(header.steps - 1)}
+    if not plan.strategy.is_private:
+        del settings["clip"], settings["sigma"]
+    return Setting(
+        engine=settings
+        | {"fixed_variance": plan.fixed_variance, "clipping": clipping_of(contents), "options": dict(own.options)},
+        model=own.model(seed=seed),
+        x=loaded.x_test[:examples],
+        y=loaded.y_test[:examples],
+        sample_rate=sample_rate,
+        calm=calm,
+        lr=own.lr * min(1.0, round(sample_rate * examples) / header.expected_batch_size),
     )
 
 

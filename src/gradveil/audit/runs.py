@@ -75,8 +75,9 @@ def audit_runs(
     header, releases = first.header, first.releases
     public = all(release.scale_is_public for release in releases)
     proved = proved_epsilon(header, releases, neighbours="add-remove")
-    # With every example in every batch, a run of Gaussian steps is one Gaussian mechanism; sampled, it is a mixture.
-    gaussian = public and setting.sample_rate == 1
+    # With every example in every batch, a run of Gaussian steps is one Gaussian mechanism; sampled, or with noise that
+    # follows what was released, it is a mixture.
+    gaussian = public and setting.sample_rate == 1 and proved.filter is None
     wanted: list[tuple[str, Array, list[Method]]] = []
     for i, name in enumerate(STATISTICS):
         wanted.append((name, scores[:, i], [clopper_pearson]))

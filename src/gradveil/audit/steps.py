@@ -54,7 +54,7 @@ def audit_steps(
         raise ConfigError(f"{steps} steps are {steps} coins: too few to show anything. Give 20 or more; 2000, say.")
     coins = np.random.default_rng([seed, 1]).random(steps) < 0.5
     played = play(setting, coins, seed=seed, progress=progress)
-    return judge_steps(played, coins, setting, confidence=confidence)
+    return judge_steps(played, coins[: len(played.releases)], setting, confidence=confidence)
 
 
 def judge_steps(played: Played, coins: Coins, setting: Setting, *, confidence: float) -> Audit:

@@ -1,6 +1,6 @@
 """The command line: one file per command, each thin. Results on stdout, progress on stderr.
 
-Exit codes: 0 done, 1 a gate failed, 2 bad input, 3 budget exhausted, 4 ledger invalid.
+Exit codes: 0 done, 1 a gate failed or a signature is missing, 2 bad input, 3 budget exhausted, 4 ledger invalid.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from gradveil import __version__
 from gradveil.errors import GradveilError
 
 _COMMANDS = {
-    "train": "Train a model privately and record every release.",
-    "demo": "Four strategies on the digits data, side by side, in about a minute.",
-    "attack": "Attack gradients as a strategy would release them, and judge what comes back.",
-    "audit": "How much a strategy leaks at least, measured, beside what is proved.",
-    "inspect": "Look at a model before it is trained: what leaks, what is refused, what attacks get.",
-    "reproduce": "Rerun the tables and figures of the paper, published values beside measured ones.",
-    "compare": "Runs side by side: accuracy, the three epsilons, noise, attacks.",
-    "report": "One HTML page that shows what is proved, what leaks and what was not tested.",
-    "check": "A gate: exit 1 and the reason where a run exceeds its limits.",
-    "recipes": "List the settings that are accurate at a proved epsilon.",
+    "train": "Train a model with differential privacy; record every release.",
+    "demo": "Train digits five ways, attack each, and write a report (a few minutes).",
+    "attack": "Reconstruct training examples from gradients, and score the result.",
+    "audit": "Measure a lower bound on epsilon and compare it with the proved one.",
+    "inspect": "Inspect a model before training: what leaks, what is refused.",
+    "reproduce": "Rerun the paper's tables and figures and compare with the published values.",
+    "compare": "Compare runs: accuracy, the three epsilons, noise, attacks.",
+    "report": "Write an HTML page: what is proved, what leaks, what was not tested.",
+    "export": "Export a run for a registry, a model hub, a bill of materials or another program.",
+    "sign": "Sign a run's ledger, and with it every file that it names.",
+    "verify": "Verify a run's ledger and files, and who signed them.",
+    "check": "Check runs against limits: exit code 1 and the reason on failure.",
+    "recipes": "List recipes: settings with good accuracy at a proved epsilon.",
     "strategies": "List the strategies and what each guarantees.",
-    "datasets": "List the data sets, what is there, and fetch what is not.",
+    "datasets": "List the data sets and download missing ones.",
     "ledger": "Verify or show a run's ledger.",
-    "account": "Every epsilon of a run, or of its parameters: proved, and as published.",
-    "calibrate": "The noise, decay or number of steps that meets a target epsilon.",
-    "statement": "The privacy statement of a run, in words or JSON.",
+    "account": "Compute every epsilon of a run or of given settings.",
+    "calibrate": "Find the noise, decay or number of steps for a target epsilon.",
+    "statement": "Print the privacy statement of a run, as text or JSON.",
 }
 
 

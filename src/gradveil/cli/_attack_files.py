@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gradveil.attacks.scoring.pictures import draw_grid
+from gradveil.cli._attack_text import attack_text
 from gradveil.cli._file_options import Files
 from gradveil.cli._output import number, table
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.errors import ConfigError, UnknownNameError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,25 +62,32 @@ class Finding:
 
 def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
     """Load, attack, write, print. Everything is loaded and checked before anything is written."""
+    from gradveil.attacks.observation.task import find_task
+
     observations = _load(files)
+    task = find_task(observations[0].module, observations[0].input_shape)
+    name = files.attack or ("text" if task.tokens else "cpl")
+    if task.tokens or name == "text":
+        attack_text(files, name, observations, task, out, as_json)
+        return
     truth = None
     if files.truth is not None:
         if len(observations) > 1:
             raise ConfigError("--truth is of one step, and several are recorded. Choose one with --step.")
         truth = _truth(files.truth, observations[0])
-    attack = _attack(files, observations[0])
+    attack = _attack(name, observations[0])
     findings = []
     for seen in observations:
-        click.echo(f"{files.attack} on {seen.victims} gradient(s) of {seen.batch} example(s) ...", err=True)
+        click.echo(f"{name} on {seen.victims} gradient(s) of {seen.batch} example(s) ...", err=True)
         started = time.perf_counter()
-        found = attack.run(seen, iterations=files.iterations, seed=files.seed)
+        found = _run(attack, seen, files)
         seconds = time.perf_counter() - started
         findings.append(Finding(seen, found, seconds, truth, _score(found, truth, seen)))
-    where = out or Path("attacks") / f"files-{files.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
+    where = out or Path("attacks") / f"files-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     results = {
         "model": files.model,
         "source": str(files.gradients or files.captured),
-        "attack": files.attack,
+        "attack": name,
         "seed": files.seed,
         "scored": truth is not None,
         "attacked": [f.to_dict() for f in findings],
@@ -88,8 +96,20 @@ def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(results))
         return
-    _print(files, findings)
+    _print(files, name, findings)
     click.echo(f"written to {where}", err=True)
+
+
+def _run(attack: Attack, seen: Observation, files: Files) -> Reconstruction:
+    """The model is the user's: what torch cannot do with it is said in a sentence."""
+    try:
+        return attack.run(seen, iterations=files.iterations, seed=files.seed)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModelError(
+            f"{attack.name} cannot be run on this model: {why} Attacks differentiate its gradients with respect to its "
+            "inputs: all of it must be differentiable twice, in operations that torch.func knows."
+        ) from error
 
 
 def _load(files: Files) -> list[Observation]:
@@ -127,14 +147,14 @@ def _truth(path: Path, seen: Observation) -> GroundTruth:
     return load_truth(read_tensors(path), seen, str(path))
 
 
-def _attack(files: Files, seen: Observation) -> Attack:
+def _attack(name: str, seen: Observation) -> Attack:
     from gradveil.attacks.methods.prior import Prior
     from gradveil.attacks.trial import ATTACKS, NAMES
 
-    if files.attack not in NAMES:
-        raise UnknownNameError("attack", files.attack, NAMES)
-    if files.attack != "prior":
-        return ATTACKS[files.attack]()
+    if name not in NAMES:
+        raise UnknownNameError("attack", name, (*NAMES, "text"))
+    if name != "prior":
+        return ATTACKS[name]()
     if seen.public is None or seen.public.y is None:
         raise ConfigError("the prior attack chooses among candidates with labels: give them as --public, x and y.")
     return Prior(seen.public.x, seen.public.y)
@@ -192,7 +212,7 @@ def _lines(finding: Finding) -> list[tuple[str, list[tuple[str, Tensor]]]]:
     return lines
 
 
-def _print(files: Files, findings: list[Finding]) -> None:
+def _print(files: Files, name: str, findings: list[Finding]) -> None:
     from gradveil.attacks.scoring.evaluate import table_rows
 
     columns = ["steps", "gradient", "attack loss", "labels", "iterations", "s"]
@@ -209,8 +229,8 @@ def _print(files: Files, findings: list[Finding]) -> None:
         note = f"And {len(rows) - _ROWS_PRINTED} more, in result.json. {note}"
     if files.truth is None:
         note += " For that, give the examples: --truth."
-    table(columns, rows[:_ROWS_PRINTED], title=f"{files.attack} on {files.gradients or files.captured}", note=note)
+    table(columns, rows[:_ROWS_PRINTED], title=f"{name} on {files.gradients or files.captured}", note=note)
     for finding in findings:
         if finding.score is not None:
-            rows = table_rows([(files.attack, finding.score)])
+            rows = table_rows([(name, finding.score)])
             table(["", *finding.score.headings], rows, note=f"success: {finding.score.success_means}.")

@@ -13,17 +13,30 @@ from gradveil.errors import ConfigError
 
 _FILE = click.Path(path_type=Path)
 _OPTIONS = (
-    click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that makes it."),
-    click.option("--gradients", type=_FILE, help="Its gradients: safetensors, named as its parameters."),
-    click.option("--captured", type=_FILE, help="Or what engine.record_gradients recorded of it: the folder."),
-    click.option("--weights", type=_FILE, help="Its weights: safetensors.  [default: as the function makes it]"),
-    click.option("--truth", type=_FILE, help="The examples, to judge by: safetensors x, y. No attack sees them."),
-    click.option("--public", type=_FILE, help="Other examples that the adversary has: safetensors x, maybe y."),
-    click.option("--input-shape", metavar="C,H,W", callback=shape, help="Of one example in --model, such as 1,28,28."),
-    click.option("--classes", type=int, help="Of --model.  [default: its outputs]"),
-    click.option("--sensitivity", type=float, help="S that sigma was multiplied with in --gradients.  [default: clip]"),
-    click.option("--clipping", type=click.Choice(["per-layer", "flat"]), help="Of --gradients.  [default: per-layer]"),
-    click.option("--joint", is_flag=True, help="All steps of --captured are of the same examples."),
+    click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that returns it."),
+    click.option("--gradients", type=_FILE, help="Its gradients: a safetensors file with the names of its parameters."),
+    click.option("--captured", type=_FILE, help="Or the directory that engine.record_gradients wrote."),
+    click.option("--weights", type=_FILE, help="Its weights: a safetensors file.  [default: as returned]"),
+    click.option(
+        "--truth", type=_FILE, help="Ground truth for scoring: safetensors with x and y. Attacks do not see it."
+    ),
+    click.option("--public", type=_FILE, help="Public examples for the adversary: safetensors with x, optionally y."),
+    click.option(
+        "--input-shape",
+        metavar="C,H,W",
+        callback=shape,
+        help="Shape of one example for --model, such as 1,28,28; of token ids, 16.",
+    ),
+    click.option("--classes", type=int, help="Number of classes.  [default: the outputs of the model]"),
+    click.option(
+        "--sensitivity", type=float, help="The S by which sigma was multiplied in --gradients.  [default: clip]"
+    ),
+    click.option(
+        "--clipping",
+        type=click.Choice(["per-layer", "flat"]),
+        help="How --gradients were clipped.  [default: per-layer]",
+    ),
+    click.option("--joint", is_flag=True, help="Attack all steps of --captured jointly: they have the same examples."),
 )
 _NAMED = ("model", "gradients", "captured", "weights", "truth", "public", "input_shape", "classes", "joint")
 FILE_OPTIONS = {*_NAMED, "sensitivity", "clipping"}
@@ -63,7 +76,7 @@ class Files:
     classes: int | None
     step: int | None
     joint: bool
-    attack: str
+    attack: str | None  # None: what suits the model
     iterations: int
     seed: int
     device: str
@@ -92,7 +105,8 @@ def files_from(ctx: click.Context) -> Files:
     if "training_batch" in chosen:
         defence["batch_size"] = params["training_batch"]
     return Files(
-        **{name: params[name] for name in (*_NAMED, "attack", "iterations", "seed", "device")},
+        **{name: params[name] for name in (*_NAMED, "iterations", "seed", "device")},
+        attack=params["attack"] if "attack" in chosen else None,
         step=params["step"] if "step" in chosen else None,
         defence=defence,
     )

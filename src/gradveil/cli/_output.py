@@ -32,3 +32,21 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return f"{value:.{digits}g}" if math.isfinite(value) else "infinite"
+
+
+def upper(value: float | None, digits: int = 4) -> str:
+    """An upper bound, never printed as less than it is.
+
+    >>> upper(14.3507), upper(None), upper(float("inf"))
+    ('14.36', '-', 'infinite')
+    """
+    from gradveil.accounting._rounding import at_most  # which brings numpy
+
+    return "-" if value is None else at_most(value, digits=digits)
+
+
+def lower(value: float | None, digits: int = 4) -> str:
+    """A lower bound, never printed as more than it is."""
+    from gradveil.accounting._rounding import at_least
+
+    return "-" if value is None else at_least(value, digits=digits)

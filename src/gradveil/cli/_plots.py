@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.accounting import BudgetView, Calibrated, Curve
+from gradveil.accounting._rounding import at_most
 from gradveil.errors import ConfigError
 
 _FORMATS = (".png", ".pdf", ".svg")
@@ -95,7 +96,14 @@ def epsilon_by_step(path: Path, *, proved: Sequence[Curve], paper: dict[str, Any
         solid = curve.accountant == "PLD"
         look = {"linestyle": "-", "linewidth": 2.4} if solid else {"linestyle": (0, (4, 1.5)), "linewidth": 1.8}
         axes.plot(curve.steps[shown], curve.epsilon[shown], color=colour, zorder=5 + i, **look)
-        ends.append((curve.steps[-1], float(curve.epsilon[-1]), f"{name}  {curve.epsilon[-1]:.3g}", colour))
+        ends.append(
+            (
+                curve.steps[-1],
+                float(curve.epsilon[-1]),
+                f"{name}  {at_most(float(curve.epsilon[-1]), digits=3)}",
+                colour,
+            )
+        )
     for i, (method, values) in enumerate(paper.items()):
         shown = np.isfinite(values) & (values > 0)
         if not shown.any():

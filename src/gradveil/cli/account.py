@@ -14,8 +14,8 @@ import click
 from gradveil.accounting._checks import trusted
 from gradveil.accounting._release_table import sigmas_of
 from gradveil.accounting.ledger import Contents
-from gradveil.cli._output import number, table
-from gradveil.errors import ConfigError
+from gradveil.cli._output import number, table, upper
+from gradveil.errors import ConfigError, RunDirectoryError
 from gradveil.mechanism import schedules
 from gradveil.mechanism.strategies import SIGMA_END_RATIO
 from gradveil.training.run_directory import RunDirectory
@@ -31,6 +31,11 @@ def open_run(run: Path) -> Contents:
 
     if run.is_file():
         return steady(lambda: ledger.read(run), run, lambda contents: contents.torn)
+    if not run.exists():
+        raise RunDirectoryError(
+            f"{run} is not a run directory: there is nothing at that path. Give the directory that gradveil train "
+            "wrote, the run_dir of a PrivacyEngine, or a ledger."
+        )
     return RunDirectory(run).verified_ledger()
 
 
@@ -50,24 +55,31 @@ class _Account:
 
 @click.command("account")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--sigma", type=float, help="Noise scale, at the first step.")
+@click.option("--sigma", type=float, help="Noise scale at the first step.")
 @click.option("--sample-rate", type=float, help="Expected batch size / number of examples.")
 @click.option("--steps", type=int, help="Training steps T.")
 @click.option("--delta", type=float, help="[default: 1e-5, or the run's]")
-@click.option("--layers", type=int, help="Layers that are clipped apart, each at C.  [default: 1]")
-@click.option("--count-noise", type=float, help="Noise on the counts of quantile-clip and dyn-private, charged too.")
+@click.option("--layers", type=int, help="Number of layers clipped separately, each at C.  [default: 1]")
+@click.option(
+    "--count-noise", type=float, help="Noise std on the counts of quantile-clip and dyn-private, which are charged."
+)
 @click.option("--sampling", type=SAMPLERS, help="[default: poisson]")
-@click.option("--population", type=int, help="Number of examples; for fixed-size batches.  [default: very many]")
+@click.option("--population", type=int, help="Number of examples, for fixed-size batches.  [default: very large]")
 @click.option("--decay", type=click.Choice(list(schedules.DECAYS)), help="Shape of sigma's decay.")
 @click.option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
-@click.option("--kappa", type=float, multiple=True, help="Prior success of a reconstruction.  [default: 0.1, 0.01]")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw epsilon over the steps into this file.")
-@click.option("--details", is_flag=True, help="With --json: deltas really spent, warnings, assumptions.")
+@click.option(
+    "--kappa",
+    type=float,
+    multiple=True,
+    help="Success rate of guessing, for the reconstruction bounds; may be repeated.  [default: 0.1, 0.01]",
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot epsilon against steps into this file.")
+@click.option("--details", is_flag=True, help="With --json: include the deltas really spent, warnings and assumptions.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     run: Path | None, kappa: tuple[float, ...], plot: Path | None, details: bool, as_json: bool, **given: Any
 ) -> None:
-    """Every epsilon of RUN, or of the run that the flags describe: proved, and as published.
+    """Compute every epsilon of RUN, or of the settings given as options: proved, and as published.
 
     Published figures are for comparison with the paper and guarantee nothing.
     """
@@ -134,8 +146,7 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     extra = [f"--{n.replace('_', '-')}" for n in flags if n != "delta"]
     if extra:
         raise ConfigError(
-            f"{run} records how it was noised and sampled, and {', '.join(extra)} would say it again. Give either a "
-            "run or parameters."
+            f"{run} records how it was noised and sampled: leave {', '.join(extra)} out, or give parameters and no run."
         )
     if "delta" in flags:
         accounting.check_delta(flags["delta"])
@@ -201,7 +212,7 @@ def _print(account: _Account) -> None:
     click.echo(f"{account.title}\n\nProved epsilon at delta = {account.delta:g}")
     table(
         ["neighbours", "PLD", "RDP"],
-        [[names[n], *(number(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
+        [[names[n], *(upper(views[n][a].epsilon) for a in ("PLD", "RDP"))] for n in views],
     )
     whole = [p for v in views.values() for p in v.values()]
     for reason in dict.fromkeys(p.reason for p in whole if p.reason is not None):
@@ -225,4 +236,4 @@ def _print(account: _Account) -> None:
 
 
 def _gamma(value: float | None) -> str:
-    return "no bound" if value is None else number(value)
+    return "no bound" if value is None else upper(value)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.attacks.scoring.pictures import draw_grid
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
 from gradveil.cli._options import given
-from gradveil.cli._output import number, table
+from gradveil.cli._output import table, upper
 from gradveil.errors import ConfigError
 from gradveil.reports.facts import ATTACKS, RESULT
 
@@ -24,44 +23,57 @@ if TYPE_CHECKING:
 
 @click.command("attack")
 @click.argument("run_dir", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--dataset", help="Whose training examples are attacked.  [default: digits, or the run's]")
-@click.option("--strategy", help="How their gradients are released.  [default: non-private, or as the run does]")
-@click.option("--compare", help="Several strategies, separated by commas, attacked with equal means.")
-@click.option("--attack", default="cpl", show_default=True, help="cpl, dlg, idlg, inverting, map, analytic or prior.")
-@click.option("--victims", default=20, show_default=True, help="Gradients attacked side by side.")
-@click.option("--batch", default=1, show_default=True, help="Examples behind each gradient.")
+@click.option("--dataset", help="Data set of the victims.  [default: digits, or the run's]")
+@click.option("--strategy", help="Strategy that releases the gradients.  [default: non-private, or the run's]")
+@click.option("--compare", help="Comma-separated strategies, attacked with the same effort.")
+@click.option(
+    "--attack",
+    default="cpl",
+    show_default=True,
+    help="cpl, dlg, idlg, inverting, map, analytic or prior; text for a --model that takes token ids.",
+)
+@click.option("--victims", default=20, show_default=True, help="Number of gradients to attack, in parallel.")
+@click.option("--batch", default=1, show_default=True, help="Examples per attacked gradient.")
 @click.option(
     "--observe",
     "view",
     type=click.Choice(["per-example", "per-example-noised", "batch"]),
     default="per-example-noised",
     show_default=True,
-    help="What the adversary sees.",
+    help="What the adversary observes.",
 )
-@click.option("--clip", default=4.0, show_default=True, help="Clip bound C, at the start.")
-@click.option("--sigma", default=6.0, show_default=True, help="Noise scale, at the start.")
-@click.option("--steps", default=1000, show_default=True, help="Steps of the run, over which schedules span.")
-@click.option("--step", default=0, show_default=True, help="The step that is seen; of a RUN, the one that comes next.")
-@click.option("--steps-seen", default=1, show_default=True, help="Steps from --step on that the victims are all in.")
-@click.option("--lr", default=0.1, show_default=True, help="Learning rate between the steps that are seen.")
-@click.option("--reading", type=click.Choice(["example", "batch"]), help="Reading of l2-max.  [default: example]")
+@click.option("--clip", default=4.0, show_default=True, help="Initial clip bound C.")
+@click.option("--sigma", default=6.0, show_default=True, help="Initial noise scale.")
+@click.option("--steps", default=1000, show_default=True, help="Total steps of the run, for its schedules.")
+@click.option("--step", default=0, show_default=True, help="First observed step; for a RUN, its next step.")
+@click.option(
+    "--steps-seen", default=1, show_default=True, help="Number of consecutive observed steps; the victims are in each."
+)
+@click.option("--lr", default=0.1, show_default=True, help="Learning rate between observed steps.")
+@click.option(
+    "--reading", type=click.Choice(["example", "batch"]), help="Interpretation of l2-max.  [default: example]"
+)
 @click.option(
     "--training-batch",
     "--batch-size",
     default=600,
     show_default=True,
-    help="Expected batch size of the training, by which mean and noise are divided.",
+    help="Expected training batch size: divisor of the sum and of the noise.",
 )
-@click.option("--iterations", default=300, show_default=True, help="At most.")
-@click.option("--network", help="Untrained network: cpl-net or relu-convnet (images), sigmoid-mlp.  [default: first]")
-@click.option("--seed", default=0, show_default=True, help="Of victims, weights, noise and starts.")
+@click.option("--iterations", default=300, show_default=True, help="Maximum number of iterations.")
+@click.option(
+    "--network",
+    help="Untrained network: cpl-net or relu-convnet (images), sigmoid-mlp (tables).  [default: by data set]",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of victims, weights, noise and initial guesses.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
+@click.option("--data-dir", help="Directory of the data sets.  [default: GRADVEIL_DATA]")
+@click.option("--data", "data_factory", metavar="PKG:FUNCTION", help="For a RUN of your own model: returns x and y.")
 @file_options
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder for the results.  [default: attacks/<data set>-<attack>-<time>, in RUN if there is one]",
+    help="Directory for the results.  [default: attacks/<data set>-<attack>-<time>, inside RUN if given]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
@@ -70,18 +82,22 @@ def command(
     strategy: str | None,
     compare: str | None,
     data_dir: str | None,
+    data_factory: str | None,
     out: Path | None,
     as_json: bool,
     **rest: Any,
 ) -> None:
-    """Attack gradients as a strategy would release them, and judge what comes back.
+    """Reconstruct training examples from gradients, as a strategy would release them, and score the result.
 
-    Of an untrained network or, with RUN, of the model that a run has trained so far, at its next step. Prints one row
-    for each strategy and writes result.json and a picture of the first victim.
+    The gradients are those of an untrained network or, with RUN, of a run's model at its next step. Prints one row per
+    strategy; writes result.json and an image of the first victim.
 
-    With --model and --gradients or --captured, of your own model: what of --clip, --sigma, --sensitivity, --batch-size
-    and --observe is given says how the gradients were released (nothing: undefended), and what comes back is judged
-    where --truth is given.
+    A RUN of your own model names the functions that build model and data; --model and --data override them.
+
+    To attack gradients of your own model, give --model and either --gradients or --captured. --clip, --sigma,
+    --sensitivity, --batch-size and --observe then describe how they were released (none given: no defence). The
+    result is scored if --truth is given. For a model of token ids, use --attack text: --input-shape is the number of
+    tokens, and --truth has the ids as x.
     """
     from gradveil.api import keep_attack
     from gradveil.attacks.from_run import load_target
@@ -91,29 +107,27 @@ def command(
     from gradveil.training import data
 
     ctx = click.get_current_context()
-    if given(ctx) & FILE_OPTIONS:
+    own_run = run_dir is not None and given(ctx) & FILE_OPTIONS == {"model"}
+    if given(ctx) & FILE_OPTIONS and not own_run:
         attack_files(files_from(ctx), out, as_json)
         return
+    model = rest["model"]
     rest = {name: value for name, value in rest.items() if name not in FILE_OPTIONS}
+    if data_factory is not None and run_dir is None:
+        raise ConfigError("--data makes the data of a RUN of your own model: give the run too.")
     names = compare.split(",") if compare else [strategy] if strategy else []
     chosen = [strategies.get(name.strip()).name for name in names]
     outcomes = []
     if run_dir is not None:
-        target = load_target(run_dir, data_dir=data_dir)
-        if dataset is not None and dataset != target.config.dataset:
-            raise ConfigError(f"the run was trained on {target.config.dataset}, not on {dataset}: leave --dataset out.")
-        if rest["network"] is not None:
-            raise ConfigError("a RUN has its own network: leave --network out.")
-        dataset, model_name = target.config.dataset, target.config.model
-        theirs = {"step": target.step, "steps": target.plan.steps, "training_batch": target.config.batch_size}
-        for name in chosen or [target.config.strategy]:
-            trial = AttackConfig(strategy=name, **(rest | theirs))
-            own = not chosen and name != "non-private"
-            plan, state = (target.plan, target.rule_state) if own else (None, None)
+        target = load_target(run_dir, data_dir=data_dir, model_factory=model, data_factory=data_factory)
+        if dataset is not None and dataset != target.data.name:
+            raise ConfigError(f"the run was trained on {target.data.name}, not on {dataset}: leave --dataset out.")
+        dataset, model_name = target.data.name, target.network
+        settled = target.recorded().keys() - given(ctx)  # at their defaults on the command line: the run has its own
+        for name in chosen or [target.plan.strategy.name]:
+            trial = target.settings({"strategy": name} | {k: v for k, v in rest.items() if k not in settled})
             with told(trial) as progress:
-                outcomes.append(
-                    run(trial, target.data, model=target.model, plan=plan, rule_state=state, progress=progress)
-                )
+                outcomes.append(target.attack(trial, progress))
     else:
         dataset = dataset or "digits"
         trials = [AttackConfig(strategy=name, **rest) for name in chosen or ["non-private"]]
@@ -124,8 +138,7 @@ def command(
                 outcomes.append(run(trial, loaded, progress=progress))
     named = f"{outcomes[0].trial.attack}-{time.strftime('%Y%m%d-%H%M%S')}"
     where = out or (Path("attacks") / f"{dataset}-{named}" if run_dir is None else run_dir / ATTACKS / named)
-    keep_attack(outcomes, where, dataset=dataset, model=model_name)
-    _draw(outcomes, where / "frames.png")
+    keep_attack(outcomes, where, dataset=dataset, model=model_name, run=run_dir if out is None else None)
     if as_json:
         click.echo((where / RESULT).read_text().rstrip())
         return
@@ -161,7 +174,7 @@ def _table(outcomes: list[AttackResult], dataset: str) -> None:
 
     rows = []
     for outcome in outcomes:
-        bound = "no bound" if outcome.bound is None else number(outcome.bound, 3)
+        bound = "no bound" if outcome.bound is None else upper(outcome.bound, 3)
         row = table_rows([(outcome.trial.strategy, outcome.score)])[0]
         rows.append([*row, bound, f"{outcome.seconds:.1f}"])
     guesses = table_rows(list(outcomes[0].controls.items()))
@@ -175,17 +188,3 @@ def _table(outcomes: list[AttackResult], dataset: str) -> None:
         "every attack that sees what is seen here and knows that the example took part, given how often guessing "
         "succeeds (estimated from the training set); no bound without noise, or where it follows the data (l2-max).",
     )
-
-
-def _draw(outcomes: list[AttackResult], path: Path) -> None:
-    """A row for each strategy: the first victim's original, its reconstruction at some iterations, and the end."""
-    lines = []
-    for outcome in outcomes:
-        if outcome.secret.x.dim() == 5:
-            pictures = [("original", outcome.secret.x[0, 0])]
-            pictures += [(str(i), frame[0, 0]) for i, frame in outcome.reconstruction.frames.items()]
-            lines.append((outcome.trial.strategy, [*pictures, ("end", outcome.reconstruction.x[0, 0])]))
-    if lines:
-        path.touch(mode=0o600)  # it shows training examples
-        path.chmod(0o600)
-        draw_grid(lines, path)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +14,20 @@ import click
 
 from gradveil.cli._options import flags as shown
 from gradveil.cli._options import given
-from gradveil.cli._output import number, table
+from gradveil.cli._output import lower, number, table, upper
 from gradveil.cli.train import _options as strategy_options
 from gradveil.errors import ConfigError
 from gradveil.mechanism import schedules, strategies
 from gradveil.reports.facts import AUDIT
-from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.config import RunConfig
+from gradveil.training.recorded import read_recorded
 from gradveil.training.run_directory import RunDirectory, write_whole
 
 if TYPE_CHECKING:
-    from gradveil.audit import Audit
+    from gradveil.audit import Audit, Setting
 
 _DECAYS = click.Choice(list(schedules.DECAYS))
-# What a run's config.toml says, and flags say in its place.
+# What a run's ledger says, and flags say in its place.
 _OF_A_RUN = {
     "dataset", "model", "strategy", "clip", "sigma", "delta", "clipping", "reading", "decay", "clip_end", "sigma_end",
     "fixed_variance", "options", "lr",
@@ -34,43 +36,55 @@ _OF_A_RUN = {
 
 @click.command("audit")
 @click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--strategy", help="Strategy (gradveil strategies lists them).")
-@click.option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
-@click.option("--sigma", type=float, help="Noise scale, at the start.  [default: 6]")
+@click.option("--strategy", help="Strategy (see: gradveil strategies).")
+@click.option("--clip", type=float, help="Initial clip bound C.  [default: 4]")
+@click.option("--sigma", type=float, help="Initial noise scale.  [default: 6]")
 @click.option("--delta", type=float, help="[default: 1e-5]")
 @click.option("--clipping", help="per-layer or flat.  [default: per-layer]")
-@click.option("--reading", type=click.Choice(strategies.READINGS), help="Reading of l2-max.  [default: example]")
-@click.option("--decay", type=_DECAYS, help="Shape of whatever decays.")
+@click.option("--reading", type=click.Choice(strategies.READINGS), help="Interpretation of l2-max.  [default: example]")
+@click.option("--decay", type=_DECAYS, help="Shape of every decay: clip bound and sigma.")
 @click.option("--clip-end", type=float, help="Clip bound at the last step.  [default: half of --clip]")
 @click.option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
-@click.option("--fixed-variance", is_flag=True, default=None, help="Constant noise std: sigma_t = varsigma / S_t.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
-@click.option("--dataset", help="Whose test examples are used.  [default: digits, or the run's]")
-@click.option("--model", help="A network that gradveil train knows.  [default: auto, or the run's]")
+@click.option(
+    "--fixed-variance", is_flag=True, default=None, help="Keep the noise std constant: sigma_t = varsigma / S_t."
+)
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Strategy-specific setting; may be repeated."
+)
+@click.option("--dataset", help="Data set whose test examples are used.  [default: digits, or the run's]")
+@click.option(
+    "--model",
+    help="Network (as in gradveil train); for a RUN of your own model, PKG:FUNCTION.  [default: auto, or the run's]",
+)
 @click.option("--lr", type=float, help="Learning rate.  [default: 0.05]")
-@click.option("--steps", default=2000, show_default=True, help="Steps of the step-bit audit, each a coin.")
-@click.option("--runs", default=0, show_default=True, help="Whole runs to audit besides, half of them with the canary.")
-@click.option("--run-steps", default=10, show_default=True, help="Steps of each of them.")
-@click.option("--sample-rate", default=0.5, show_default=True, help="With which they draw their batches.")
-@click.option("--jobs", default=1, show_default=True, help="Processes that share them.")
-@click.option("--examples", default=16, show_default=True, help="In the data, the canary among them.")
-@click.option("--as-they-are", is_flag=True, help="Do not weigh the other examples down.")
-@click.option("--confidence", default=0.95, show_default=True, help="Of all bounds together.")
-@click.option("--seed", default=0, show_default=True, help="Of coins, noise and initial weights.")
-@click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="[default: audit.json in RUN, or no file]")
+@click.option("--steps", default=2000, show_default=True, help="Steps of the per-step audit; each is one coin flip.")
+@click.option("--runs", default=0, show_default=True, help="Whole runs to audit as well, half of them with the canary.")
+@click.option("--run-steps", default=10, show_default=True, help="Steps of each of these runs.")
+@click.option("--sample-rate", default=0.5, show_default=True, help="Sampling rate of these runs.")
+@click.option("--jobs", default=1, show_default=True, help="Number of processes for these runs.")
+@click.option("--examples", default=16, show_default=True, help="Number of examples, including the canary.")
+@click.option("--as-they-are", is_flag=True, help="Do not scale down the other examples.")
+@click.option("--confidence", default=0.95, show_default=True, help="Joint confidence of all bounds.")
+@click.option("--seed", default=0, show_default=True, help="Seed of coins, noise and initial weights.")
+@click.option("--data-dir", help="Directory of the data sets.  [default: GRADVEIL_DATA]")
+@click.option("--data", "data_factory", metavar="PKG:FUNCTION", help="For a RUN of your own model: returns x and y.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="[default: audit.json in RUN; without RUN, no file]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print audit.json instead of a table.")
 def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> None:
-    """Audit a strategy: how much does it leak, at least, of whether one example took part?
+    """Measure a lower bound on the epsilon of a strategy.
 
-    A canary is put into live private training, and an auditor who knows everything but its coin and the noise guesses.
-    What comes out is a lower bound on epsilon. One above what is proved shows a fault: exit code 1. One below it proves
-    nothing. With RUN, the strategy and numbers of a run: the audit trains anew, and reads none of its training data.
+    A canary is added to private training at random, and an auditor who knows everything except the noise guesses when.
+    The result is a lower bound on epsilon. A bound above the proved epsilon shows a fault (exit code 1); one below it
+    proves nothing. With RUN, the strategy and settings of that run are audited: the audit trains its own models and
+    does not read the run's training data.
     """
-    from gradveil.audit import audit_json, audit_runs, audit_steps, setting_of
+    from gradveil.api import bind_evidence
+    from gradveil.audit import audit_json, audit_runs, audit_steps
     from gradveil.audit.runs import check_runs
 
-    config = _config(run, rest)
+    strategy, setting_of = _subject(run, rest)
     where = out or (None if run is None else run / AUDIT)
     if where is not None and not where.parent.is_dir():
         raise ConfigError(f"{where.parent} is not a directory: what is found could not be written. Give another --out.")
@@ -80,16 +94,18 @@ def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> N
     shared = {"seed": rest["seed"], "confidence": rest["confidence"]}
     setting = {"examples": rest["examples"], "calm": calm, "seed": rest["seed"]}
     audits = []
-    with _told(f"{config.strategy}, a coin for every step", rest["steps"]) as progress:
-        audits.append(audit_steps(setting_of(config, **setting), steps=rest["steps"], progress=progress, **shared))
+    with _told(f"{strategy}, a coin for every step", rest["steps"]) as progress:
+        audits.append(audit_steps(setting_of(**setting), steps=rest["steps"], progress=progress, **shared))
     if rest["runs"]:
         runs = {"runs": rest["runs"], "steps": rest["run_steps"], "jobs": rest["jobs"]}
-        with _told(f"{config.strategy}, whole runs", rest["runs"]) as progress:
-            sampled = setting_of(config, sample_rate=rest["sample_rate"], **setting)
+        with _told(f"{strategy}, whole runs", rest["runs"]) as progress:
+            sampled = setting_of(sample_rate=rest["sample_rate"], **setting)
             audits.append(audit_runs(sampled, progress=progress, **runs, **shared))
     found = audit_json(audits)
     if where is not None:
         write_whole(where, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+        if run is not None and out is None:
+            bind_evidence(run, where)
     if as_json:
         click.echo(json.dumps(found, allow_nan=False))
     else:
@@ -101,24 +117,38 @@ def command(run: Path | None, out: Path | None, as_json: bool, **rest: Any) -> N
         sys.exit(1)
 
 
-def _config(run: Path | None, rest: dict[str, Any]) -> RunConfig:
+def _subject(run: Path | None, rest: dict[str, Any]) -> tuple[str, Callable[..., Setting]]:
+    """The strategy's name, and what makes the setting in which it is audited."""
+    from gradveil.attacks.own_run import OwnRun
+    from gradveil.audit import setting_of
+    from gradveil.audit.from_config import setting_of_own
+
     ctx = click.get_current_context()
     told = {name: rest[name] for name in given(ctx) & _OF_A_RUN}
     if "options" in told:
         told["options"] = strategy_options(told["options"])
-    if run is not None:
-        if told:
-            raise ConfigError(
-                f"{run} has its own settings, and {shown(ctx, set(told))} would say them again. Give either a run or "
-                "the settings of a strategy."
-            )
-        config = RunConfig.check(read_toml(RunDirectory.open(run).config))
-    elif "strategy" not in told:
-        raise ConfigError("nothing is named to audit. Give --strategy, or the directory of a run.")
-    else:
+    if run is None:
+        if rest["data_factory"] is not None:
+            raise ConfigError("--data makes the data of a RUN of your own model: give the run too.")
+        if "strategy" not in told:
+            raise ConfigError("nothing is named to audit. Give --strategy, or the directory of a run.")
         strategies.get(told["strategy"])
         config = RunConfig.check(told)
-    return config if rest["data_dir"] is None else config.model_copy(update={"data_dir": rest["data_dir"]})
+    else:
+        contents, recorded = read_recorded(RunDirectory.open(run))
+        own = not isinstance(recorded, RunConfig)
+        if extra := set(told) - ({"model"} if own else set()):
+            raise ConfigError(
+                f"{run} has its own settings in its ledger: leave {shown(ctx, extra)} out, or give the settings of "
+                "a strategy and no run."
+            )
+        if not isinstance(recorded, RunConfig):
+            made = OwnRun.of(recorded, told.get("model"), rest["data_factory"])
+            return contents.header.strategy, partial(setting_of_own, contents, made)
+        config = recorded
+    if rest["data_dir"] is not None:
+        config = config.model_copy(update={"data_dir": rest["data_dir"]})
+    return config.strategy, partial(setting_of, config)
 
 
 @contextmanager
@@ -144,8 +174,8 @@ def _print(audit: Audit) -> None:
         [
             bound.statistic,
             bound.method,
-            f">= {number(bound.epsilon, 3)}",
-            number(audit.proved, 3),
+            f">= {lower(bound.epsilon, 3)}",
+            upper(audit.proved, 3),
             number(audit.as_published, 3),
             audit.verdict(bound),
         ]

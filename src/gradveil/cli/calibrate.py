@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number
+from gradveil.cli._output import number, upper
 from gradveil.cli.account import SAMPLERS
 from gradveil.errors import ConfigError
 from gradveil.mechanism import schedules
@@ -21,23 +21,29 @@ _VIEW_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 
 @click.command("calibrate")
-@click.option("--epsilon", type=float, help="The target: what is found never spends more.")
-@click.option("--like-sigma", type=float, help="Instead: what this constant sigma spends over the same steps.")
+@click.option("--epsilon", type=float, help="Target epsilon; the result never exceeds it.")
+@click.option(
+    "--like-sigma", type=float, help="Alternative target: what this constant sigma spends over the same steps."
+)
 @click.option("--sample-rate", type=float, required=True, help="Expected batch size / number of examples.")
-@click.option("--steps", type=int, help="Training steps T. Leave out to find them.")
-@click.option("--sigma", type=float, help="Noise scale at the first step. Leave out to find it.")
+@click.option("--steps", type=int, help="Training steps T. Omit to find them.")
+@click.option("--sigma", type=float, help="Noise scale at the first step. Omit to find it.")
 @click.option("--delta", type=float, default=1e-5, show_default=True)
 @click.option("--accountant", default="PLD", show_default=True, help="PLD, RDP; BaseC, AdvC, OptC, zCDP, MA.")
 @click.option("--neighbours", help="add-remove or replace-one.  [default: the sampler's]")
-@click.option("--layers", type=int, default=1, help="Layers that are clipped apart, each at C.  [default: 1]")
-@click.option("--count-noise", type=float, help="Noise on the counts of quantile-clip and dyn-private, charged too.")
+@click.option("--layers", type=int, default=1, help="Number of layers clipped separately, each at C.  [default: 1]")
+@click.option(
+    "--count-noise", type=float, help="Noise std on the counts of quantile-clip and dyn-private, which are charged."
+)
 @click.option("--sampling", type=SAMPLERS, default="poisson", show_default=True)
-@click.option("--population", type=int, help="Number of examples; for fixed-size batches.  [default: very many]")
+@click.option("--population", type=int, help="Number of examples, for fixed-size batches.  [default: very large]")
 @click.option("--decay", type=click.Choice(list(schedules.DECAYS)), help="Shape of sigma's decay.")
 @click.option("--ratio", type=float, help="Last sigma / first sigma (or its inverse: 3.75 is 4/15).")
-@click.option("--sigma-end", type=float, help="Sigma at the last step. Leave out, with --sigma, to find it.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw what the target buys: sigma over steps and rates.")
-@click.option("--details", is_flag=True, help="With --json: everything about what was found.")
+@click.option("--sigma-end", type=float, help="Sigma at the last step. With --sigma, omit to find it.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Plot sigma against steps and sampling rate for this target."
+)
+@click.option("--details", is_flag=True, help="With --json: include all details.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(plot: Path | None, details: bool, as_json: bool, **given: Any) -> None:
     """Find sigma (give --steps), the steps (give --sigma), or the decay (give both, and --decay).
@@ -125,7 +131,7 @@ def _print(found: Calibrated, setting: Setting) -> None:
         click.echo(f"            {number(found.sigma_end, 5)} at the last step{how}")
     click.echo(f"steps       {found.steps}")
     click.echo(
-        f"epsilon     {number(found.epsilon, 5)} of {number(found.target.epsilon, 5)} at delta = "
+        f"epsilon     {upper(found.epsilon, 5)} of {number(found.target.epsilon, 5)} at delta = "
         f"{found.target.delta:g}, by {found.accountant}"
     )
     if found.target.is_proved:

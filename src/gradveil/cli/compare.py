@@ -17,7 +17,7 @@ from gradveil.errors import ConfigError
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
 def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
-    """Compare runs: accuracy, the three epsilons, noise and what attacks got, one row for each RUN."""
+    """Compare runs: accuracy, the three epsilons, noise and attack results, one row per RUN."""
     from gradveil.cli._output import table
     from gradveil.reports.comparison import BRIEF, HEADINGS, brief, row_of
     from gradveil.reports.facts import read_run
@@ -35,6 +35,6 @@ def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
         table(
             list(BRIEF),
             [brief(row) for row in rows],
-            note="eps proved: by the neighbours that suit each sampler, from the verified ledger; infinite where "
-            "nothing is proved. The published figure is not a guarantee. Attack: the nearest to the images, median.",
+            note="eps proved: from the verified ledger, under the neighbours that fit the sampler; infinite if nothing "
+            "is proved. The published figure is not a guarantee. Attack: median PSNR of the best attack.",
         )

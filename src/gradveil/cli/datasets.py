@@ -12,11 +12,13 @@ from gradveil.errors import ConfigError, UnknownNameError
 
 
 @click.group("datasets", invoke_without_command=True)
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Where the data lies (default: GRADVEIL_DATA).")
+@click.option(
+    "--data-dir", type=click.Path(path_type=Path), help="Directory of the data sets.  [default: GRADVEIL_DATA]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context
 def command(ctx: click.Context, data_dir: Path | None, as_json: bool) -> None:
-    """List the data sets gradveil reads, and whether their files are in place."""
+    """List the data sets and whether their files are present."""
     from gradveil.training.data import CATALOGUE, data_directory
 
     ctx.obj = data_dir
@@ -61,10 +63,10 @@ def command(ctx: click.Context, data_dir: Path | None, as_json: bool) -> None:
 
 @command.command("download")
 @click.argument("name")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Where to put it (default: GRADVEIL_DATA).")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Directory to write to.  [default: GRADVEIL_DATA]")
 @click.pass_context
 def download(ctx: click.Context, name: str, data_dir: Path | None) -> None:
-    """Fetch a data set from its publisher and check it against the published checksum."""
+    """Download a data set from its publisher and verify its checksum."""
     from gradveil.training.data import CATALOGUE, data_directory
     from gradveil.training.data import download as fetch
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number, table
+from gradveil.cli._output import number, table, upper
 from gradveil.training.config import RunConfig
 
 if TYPE_CHECKING:
@@ -40,11 +40,13 @@ VICTIMS, SHOWN = 6, 3
 
 
 @click.command("demo")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where to keep the runs (default: a new folder).")
-@click.option("--seed", type=int, default=None, help="Make it repeatable.")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Directory for the runs.  [default: a new temporary one]"
+)
+@click.option("--seed", type=int, default=None, help="Make the demo reproducible.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(run_dir: Path | None, seed: int | None, as_json: bool) -> None:
-    """Train plainly and privately on digits, attack each way of training, and write a page that shows what leaks."""
+    """Train digits five ways, with and without privacy, attack each, and write a report of what leaks."""
     from gradveil.api import report
     from gradveil.cli.train import _train
     from gradveil.training.loop import train
@@ -109,7 +111,7 @@ def _attack(name: str, run: Path) -> dict[str, AttackResult]:
             found[kind] = attack(trial, loaded, plan=plan, progress=progress)
     torch.set_num_threads(threads)
     folder = run / ATTACK_FOLDER / "first-step"
-    keep_attack(list(found.values()), folder, dataset=config.dataset, model=f"{NETWORK}, untrained")
+    keep_attack(list(found.values()), folder, dataset=config.dataset, model=f"{NETWORK}, untrained", run=run)
     return found
 
 
@@ -122,7 +124,7 @@ def _table(results: dict[str, Result], attacked: dict[str, dict[str, AttackResul
             [
                 name,
                 f"{r.accuracy:.3f}",
-                number(r.statement.proved.epsilon),
+                upper(r.statement.proved.epsilon),
                 number(paper["MA"].epsilon) if paper else "-",
                 "not run",
                 *(f"{value:.1f}" for value in psnr.values()),
@@ -134,9 +136,9 @@ def _table(results: dict[str, Result], attacked: dict[str, dict[str, AttackResul
     table(
         [*head, *(f"{kind}, dB" for kind in ATTACKS), "noise std first/last"],
         rows,
-        title="digits: what each way of training costs, proves and gives away",
+        title="digits: accuracy, guarantee and leakage of each way of training",
         note="eps proved: add or remove one example, delta 1e-5, PLD. Infinite where the noise depends on the data "
-        "(l2-max) or there is none. The published figure is not a guarantee. dB: how near an attack on the first "
-        f"step's gradient of one digit comes, median of {VICTIMS}; {guess:.1f} is what guessing gives, above 30 is a "
-        "copy. map knows the defence, cpl does not.",
+        "(l2-max) or there is none. The published figure is not a guarantee. dB: PSNR of attacks on the gradient of "
+        f"one digit at the first step, median of {VICTIMS}; guessing reaches {guess:.1f}, above 30 is a copy. "
+        "map knows the defence, cpl does not.",
     )

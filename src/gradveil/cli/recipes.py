@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from gradveil.cli._output import number, table
+from gradveil.cli._output import table, upper
 from gradveil.training import recipes
 
 
@@ -16,7 +16,7 @@ from gradveil.training import recipes
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(name: str | None, as_json: bool) -> None:
-    """List the recipes of gradveil train --recipe; with a NAME, its settings as TOML, for --config."""
+    """List the recipes of gradveil train --recipe. With NAME, print its settings as TOML."""
     chosen = [recipes.get(known) for known in ([name] if name is not None else recipes.names())]
     if as_json:
         click.echo(json.dumps([_to_json(recipe) for recipe in chosen], indent=1))
@@ -39,9 +39,10 @@ def _print(chosen: list[recipes.Recipe]) -> None:
     table(
         ["recipe", "data set", "proved epsilon", "chosen by", "epsilon with them", "what it is"],
         [
-            [r.name, r.dataset, number(r.epsilon), f"{r.tried} runs", number(epsilon_with_search(r), 3), r.summary]
+            [r.name, r.dataset, upper(r.epsilon), f"{r.tried} runs", upper(epsilon_with_search(r), 3), r.summary]
             for r in chosen
         ],
         note="Proved epsilon: of one run, at delta = 1e-5, add or remove one example. The settings were chosen by the "
-        "test accuracy of so many runs on the same data; who charges those too has spent the epsilon with them.",
+        "test accuracy of so many runs on the same data; if tuning runs are charged too, the total is in the column "
+        "'epsilon with them'.",
     )

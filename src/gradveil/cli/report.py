@@ -22,14 +22,14 @@ from gradveil.errors import ConfigError
     "--examples",
     metavar="N|all",
     default="0",
-    help="Show the images of N victims of each attack. They are training examples.  [default: none]",
+    help="Show images of N victims per attack. They are training examples.  [default: none]",
 )
-@click.option("--title", help="Of the page.")
+@click.option("--title", help="Title of the page.")
 def command(runs: tuple[Path, ...], out: Path | None, examples: str, title: str | None) -> None:
     """Write one HTML page about each RUN: what is proved, what leaks, what was not tested.
 
-    The page opens from disk and asks nothing of the network. Without --examples it shows no image of the training data;
-    with it, only the owner may read the file. It holds the training loss, which no epsilon covers.
+    The page is one file and loads nothing from the network. Without --examples it shows no training images; with it,
+    the file is readable by its owner only. It contains the training loss, which no epsilon covers.
     """
     from gradveil.api import report
 

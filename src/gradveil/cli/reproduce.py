@@ -22,24 +22,34 @@ if TYPE_CHECKING:
 @click.command("reproduce")
 @click.argument("names", nargs=-1, metavar="NAME...")
 @click.option("--list", "listed", is_flag=True, help="List the experiments.")
-@click.option("--quick", "scale", flag_value="quick", default=True, help="Digits, few steps: minutes.  [default]")
+@click.option(
+    "--quick",
+    "scale",
+    flag_value="quick",
+    default=True,
+    help="Digits data set and few steps; takes minutes.  [default]",
+)
 @click.option("--full", "scale", flag_value="full", help="The paper's data sets, steps and batch sizes.")
-@click.option("--sets", help="Data sets instead of the experiment's own, separated by commas.")
-@click.option("--seeds", type=int, help="Runs of each cell.  [default: the experiment's]")
+@click.option("--sets", help="Comma-separated data sets.  [default: the experiment's]")
+@click.option("--seeds", type=int, help="Seeds per cell.  [default: the experiment's]")
 @click.option("--lr", type=float, help="Learning rate of every training run.  [default: the paper's, 0.05]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or several: cuda:0,cuda:1.")
-@click.option("--jobs", type=int, help="Cells at a time.  [default: one for each core, or for each GPU]")
+@click.option("--jobs", type=int, help="Cells to run in parallel.  [default: one per core or GPU]")
 @click.option(
-    "--backend", type=click.Choice(["loky", "dask", "ray"]), default="loky", show_default=True, help="Of joblib."
+    "--backend",
+    type=click.Choice(["loky", "dask", "ray"]),
+    default="loky",
+    show_default=True,
+    help="Backend of joblib.",
 )
-@click.option("--scheduler", metavar="ADDRESS", help="Of the Dask or Ray cluster.  [default: one is started here]")
-@click.option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
+@click.option("--scheduler", metavar="ADDRESS", help="Address of the Dask or Ray cluster.  [default: start one here]")
+@click.option("--data-dir", help="Directory of the data sets.  [default: GRADVEIL_DATA]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path("reproduction"),
     show_default=True,
-    help="Folder for cells, tables and figures; the same one goes on where it was.",
+    help="Directory for cells, tables and figures; an existing one is resumed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
@@ -57,9 +67,9 @@ def command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Rerun tables and figures of the paper (all of them: NAME is "all"), published values beside measured ones.
+    """Rerun tables and figures of the paper (NAME "all": every one) and compare with the published values.
 
-    Every run is a cell of its own, kept in --out. A command that was broken off goes on where it was; experiments
+    Each run is one cell, kept in --out. An interrupted command continues where it stopped; experiments
     share the cells that they have in common.
     """
     if listed:

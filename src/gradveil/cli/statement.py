@@ -18,7 +18,7 @@ from gradveil.reports.facts import AUDIT, read_audit
 @click.option("--delta", type=float, help="[default: the run's]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: Path, delta: float | None, as_json: bool) -> None:
-    """Print the privacy statement of RUN (a run directory or a ledger file): from its verified ledger and its audit."""
+    """Print the privacy statement of RUN, a run directory or a ledger file."""
     from gradveil.accounting import check_delta, statement_of
 
     if delta is not None:

@@ -14,7 +14,7 @@ from gradveil.mechanism import strategies
 @click.command("strategies")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(as_json: bool) -> None:
-    """List the strategies: where clip bound, sensitivity and noise scale come from, and what is guaranteed."""
+    """List the strategies: clip bound, sensitivity, noise scale and guarantee of each."""
     rows = [strategies.get(name) for name in strategies.names()]
     if as_json:
         click.echo(json.dumps([{**dataclasses.asdict(s), "guarantee": s.guarantee} for s in rows], indent=1))

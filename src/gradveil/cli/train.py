@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradveil.cli._output import number
+from gradveil.cli._output import number, upper
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism import schedules, strategies
 from gradveil.mechanism.records import SAMPLINGS
@@ -28,58 +28,76 @@ def _option(*names: str, **settings: Any) -> Any:
 
 
 @click.command("train")
-@_option("--recipe", help="Settings that are accurate at a proved epsilon (gradveil recipes lists them).")
-@_option("--config", type=click.Path(path_type=Path), help="A TOML file of settings; overrides a recipe, and flags it.")
-@_option("--dataset", help="Data set (gradveil datasets lists them).  [default: digits]")
+@_option("--recipe", help="Start from a recipe (see: gradveil recipes).")
+@_option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="TOML file of settings. Overrides a recipe; options override both.",
+)
+@_option("--dataset", help="Data set (see: gradveil datasets).  [default: digits]")
 @_option(
     "--features",
-    type=click.Choice(["none", "scattering", "balanced-scattering"]),
-    help="What the model is given.  [default: none]",
+    type=click.Choice(["none", "scattering", "balanced-scattering", "centred-scattering"]),
+    help="Fixed features as the input of the model.  [default: none]",
 )
 @_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
-@_option("--strategy", help="Strategy (gradveil strategies lists them).  [default: baseline]")
-@_option("--clip", type=float, help="Clip bound C, at the start.  [default: 4]")
-@_option("--sigma", type=float, help="Noise scale, at the start.  [default: 6]")
-@_option("--epsilon", type=float, help="Instead of --sigma: calibrate it so that the run spends this proved epsilon.")
-@_option("--delta", type=float, help="Delta, below 1/N.  [default: 1e-5]")
+@_option("--strategy", help="Strategy (see: gradveil strategies).  [default: baseline]")
+@_option("--clip", type=float, help="Initial clip bound C.  [default: 4]")
+@_option("--sigma", type=float, help="Initial noise scale.  [default: 6]")
+@_option("--epsilon", type=float, help="Calibrate sigma so that the run spends this proved epsilon.")
+@_option("--delta", type=float, help="Delta; must be below 1/N.  [default: 1e-5]")
 @_option("--steps", type=int, help="Training steps T.  [default: the data set's]")
 @_option("--batch-size", type=int, help="Expected batch size B.  [default: the data set's]")
-@_option("--physical-batch-size", type=int, help="Split larger batches into parts of this size; same result.")
+@_option("--physical-batch-size", type=int, help="Microbatch size: split larger batches; the result is the same.")
 @_option("--lr", type=float, help="Learning rate.  [default: 0.05]")
 @_option("--optimizer", type=click.Choice(["sgd", "adam"]), help="[default: sgd]")
 @_option("--momentum", type=float, help="Momentum of SGD.  [default: 0]")
 @_option("--weight-decay", type=float, help="[default: 0]")
 @_option("--dropout", type=float, help="Dropout before the last layer of paper-cnn.  [default: 0]")
 @_option("--activation", help="relu, tanh, sigmoid or elu.  [default: relu]")
-@_option("--views", type=int, help="Views of an example, averaged before they are clipped.  [default: 1]")
-@_option("--augment", help="What the views are: flip, shift or flip-shift.  [default: none]")
-@_option("--average", type=float, help="Average the weights over the steps, with this decay.  [default: 0, none]")
+@_option(
+    "--views", type=int, help="Augmentation multiplicity: views per example, averaged before clipping.  [default: 1]"
+)
+@_option("--augment", help="Augmentation of the views: flip, shift or flip-shift.  [default: none]")
+@_option("--average", type=float, help="Decay of the exponential moving average of the weights.  [default: 0, off]")
 @_option("--sampling", help=f"{', '.join(SAMPLINGS)}.  [default: poisson]")
 @_option("--clipping", help="per-layer or flat.  [default: per-layer]")
-@_option("--reading", type=click.Choice(strategies.READINGS), help="Reading of l2-max.  [default: example]")
-@_option("--decay", type=_DECAYS, help="Shape of whatever decays.")
+@_option("--reading", type=click.Choice(strategies.READINGS), help="Interpretation of l2-max.  [default: example]")
+@_option("--decay", type=_DECAYS, help="Shape of every decay: clip bound and sigma.")
 @_option("--clip-decay", type=_DECAYS, help="Shape of the clip bound's decay.  [default: linear]")
 @_option("--clip-end", type=float, help="Clip bound at the last step.  [default: half of --clip]")
 @_option("--sigma-decay", type=_DECAYS, help="Shape of sigma's decay.  [default: exponential]")
 @_option("--sigma-end", type=float, help="Sigma at the last step.  [default: 4/15 of --sigma]")
-@_option("--fixed-variance", is_flag=True, help="Constant noise std: sigma_t = varsigma / S_t.")
-@_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="The strategy's own settings.")
-@_option("--budget", type=float, help="Refuse the step that would spend more than this proved epsilon.")
-@_option("--allow-unproved", is_flag=True, help="Allow what has no proof: shuffling, a published budget.")
-@_option("--stop-at-accuracy", type=float, help="Stop when the test accuracy reaches this.")
+@_option("--fixed-variance", is_flag=True, help="Keep the noise std constant: sigma_t = varsigma / S_t.")
+@_option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Strategy-specific setting; may be repeated.")
+@_option(
+    "--noise", help="lattice: private in floating point, too; float; auto: lattice where it is cheap.  [default: auto]"
+)
+@_option("--budget", type=float, help="Stop before the step that would exceed this proved epsilon.")
+@_option(
+    "--accountant",
+    type=click.Choice(["PLD", "filter"]),
+    help="filter: noise and the last step may depend on released values.  [default: PLD; filter for dyn-adaptive]",
+)
+@_option(
+    "--allow-unproved",
+    is_flag=True,
+    help="Allow settings without a proof: shuffling, a budget of the published epsilon.",
+)
+@_option("--stop-at-accuracy", type=float, help="Stop once the test accuracy reaches this value.")
 @_option(
     "--stop-data",
     type=click.Choice(["private", "public"]),
-    help="What the test set is: on private data all declared steps are charged.  [default: private]",
+    help="Whether the test set is private; if so, all declared steps are charged.  [default: private]",
 )
 @_option("--device", help="cpu or cuda.  [default: cpu]")
 @_option("--evaluate-every", type=int, help="Steps between evaluations.  [default: T/20]")
 @_option("--checkpoint-every", type=int, help="Steps between checkpoints.  [default: T/20]")
-@_option("--data-dir", help="Where the data sets lie.  [default: GRADVEIL_DATA]")
-@_option("--seed", type=int, help="Make the run repeatable. Whoever knows the seed can take the noise off.")
+@_option("--data-dir", help="Directory of the data sets.  [default: GRADVEIL_DATA]")
+@_option("--seed", type=int, help="Make the run reproducible. Anyone who knows the seed can subtract the noise.")
 @_option("--run-dir", type=click.Path(path_type=Path), help="[default: runs/<data set>-<strategy>-<time>]")
-@_option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with an interrupted run.")
-@click.option("--new-noise", is_flag=True, help="With --resume: go on with fresh noise instead of the run's seed.")
+@_option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Resume an interrupted run.")
+@click.option("--new-noise", is_flag=True, help="With --resume: continue with fresh noise instead of the run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     recipe: str | None,
@@ -91,7 +109,7 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Train a model as configured, into a run directory: config, ledger, metrics, checkpoints."""
+    """Train a model and write a run directory: configuration, ledger, metrics, checkpoints."""
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     if "options" in given:
         given["options"] = _options(given["options"])
@@ -197,7 +215,7 @@ def _train(run: Any, settings: RunConfig | None) -> Result:
             if p.accuracy is not None:
                 figures += f" acc {p.accuracy:.3f}"
             if p.epsilon is not None:
-                figures += f" eps {p.epsilon.value:.3f} {p.epsilon.kind}"
+                figures += f" eps {upper(p.epsilon.value)} {p.epsilon.kind}"
             bar.update(task, total=p.steps, completed=p.step, figures=figures, steps=p.steps)
 
         return run(tell, settings)  # type: ignore[no-any-return]
@@ -223,5 +241,8 @@ def report(result: Result, as_json: bool) -> None:
         )
     if result.not_finite_examples:
         click.echo(f"not finite        {result.not_finite_examples} per-example gradients counted as zero")
+    if result.ledger_head is not None:
+        click.echo(f"ledger head       {result.ledger_head}")
+        click.echo("                  keep it elsewhere: gradveil check --head tells a rewritten ledger by it")
     click.echo()
     click.echo(str(result.statement))

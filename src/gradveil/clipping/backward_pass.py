@@ -40,7 +40,7 @@ class BackwardPass:
         self.kept: list[tuple[TrackedModule, PerSampleGrads]] = []
         self.step = 0  # of the clipper, in which the pass began
         self.sums: list[tuple[int, Tensor]] = []  # slot of a parameter, and its clipped sum
-        self.notes: list[tuple[int, Tensor, Tensor, float | Tensor]] = []  # for the harvest, when the pass has ended
+        self.notes: list[tuple[int, Tensor, Tensor, float | Tensor]] = []  # for ClipStats, when the pass has ended
         self.asked = False  # whether the backward pass under way is to reach the parameters
         self.counted = False
         # (batch,) int32: 1 where an example was not finite in some group

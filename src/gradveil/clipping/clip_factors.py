@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.clipping import cuda_dispatch as on_cuda
 from gradveil.clipping.backends import cuda
-from gradveil.clipping.backends import cuda_dispatch as on_cuda
 from gradveil.clipping.backward_pass import BackwardPass, ClipStats, DeviceBounds, inside
-from gradveil.clipping.per_sample_grads import PerSampleGrads, Weigh, WhitenedGrads, weights_of
+from gradveil.clipping.per_sample_grads import CombinedGrads, PerSampleGrads, Weigh, WhitenedGrads, weights_of
+from gradveil.clipping.rules.linear import LinearGrads
+from gradveil.clipping.tied_weights import TiedGrads
 from gradveil.clipping.tracked_modules import TiedWeights, TrackedModule
+from gradveil.clipping.validation.support import half_precision
 from gradveil.errors import ConfigError
 
 _ALL = slice(None)
@@ -179,3 +182,22 @@ class ClipFactors:
         lost = ~keep if current.present is None else ~keep & current.present[rows]
         current.flags(keep.device)[rows] |= lost
         return keep
+
+
+def as_parameter(total: Tensor, parameter: Tensor, name: str) -> Tensor:
+    """A sum in the type of the parameter. FSDP may have made that a narrower one."""
+    if total.dtype == parameter.dtype:
+        return total
+    if parameter.dtype in (torch.float16, torch.bfloat16):
+        raise half_precision(name, parameter.dtype)
+    return total.to(parameter.dtype)
+
+
+def together(of: TrackedModule | TiedWeights, kept: Sequence[tuple[TrackedModule, PerSampleGrads]]) -> PerSampleGrads:
+    """What an example adds to the parameters of a unit, or of units that share some, in all their uses of a pass."""
+    if isinstance(of, TiedWeights):
+        return TiedGrads([use for _, use in kept], [of.places(unit) for unit, _ in kept], of.parameters)
+    uses = [use for _, use in kept]
+    if len(uses) == 1:
+        return uses[0]
+    return LinearGrads.joined(uses) or CombinedGrads(uses)

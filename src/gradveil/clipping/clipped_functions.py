@@ -48,7 +48,7 @@ class RefusedFunction(torch.autograd.Function):
 
 
 def is_refused(t: Tensor) -> bool:
-    return t.grad_fn is not None and t.grad_fn.name() == "RefusedTapBackward"
+    return t.grad_fn is not None and t.grad_fn.name() == "RefusedFunctionBackward"
 
 
 class InputFunction(torch.autograd.Function):
@@ -151,9 +151,12 @@ class TrackedForward:
         return self.run(*args, **kwargs) if _compiler_at_work() else self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.clipper.tracks:
-            return self.clipper.run(self.plain, args, kwargs)
-        return self.plain(*args, **kwargs)
+        call = self.clipper.call
+        if not call.is_followed:
+            return self.plain(*args, **kwargs)
+        if self.clipper.sharded:  # begun and ended by hooks
+            return call.run(self.plain, args, kwargs) if call.is_under_way else self.plain(*args, **kwargs)
+        return call(self.plain, args, kwargs)
 
     def __reduce__(self) -> Any:
         return _plain_forward, (self.clipper.module, self._own)

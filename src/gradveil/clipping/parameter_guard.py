@@ -1,6 +1,6 @@
 """The guard on tracked parameters: no gradient reaches them through autograd.
 
-The C++ library (kernels/layers.py) has the same for models with many small layers, and holds what passes there have
+The C++ library (backends/layers.py) has the same for models with many small layers, and holds what passes there have
 left; this one is always there.
 """
 

@@ -6,17 +6,23 @@ are added up, example by example, before they are clipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gradveil.clipping.backends.layers import Layers, NativeWatch
 from gradveil.clipping.groups import Group
+from gradveil.clipping.native_layers import native_layer
+from gradveil.clipping.operations.sources import Source, slots_of
 from gradveil.clipping.rules.layer import LayerRule
 
 if TYPE_CHECKING:
-    from gradveil.clipping.backends.native_layers import NativeLayer
+    from gradveil.clipping.native_layers import NativeLayer
+    from gradveil.clipping.operations.table import LayerOperation, Statics
+    from gradveil.clipping.parameter_guard import Watch
+    from gradveil.clipping.tracked_parameters import TrackedParameters
 
 
 @dataclass(eq=False)
@@ -66,8 +72,16 @@ class TiedWeights:
 class TrackedModules:
     """The units of a model that have come up so far."""
 
-    def __init__(self, groups: tuple[Group, ...], watched: Sequence[tuple[str, Tensor]]) -> None:
-        self._groups, self._watched = groups, watched  # name and parameter, by slot
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        parameters: TrackedParameters,
+        library: Layers | None,
+        watch: Watch | NativeWatch,
+    ) -> None:
+        self._groups, self._parameters, self._library, self._watch = groups, parameters, library, watch
+        self.quick: dict[tuple[int, ...], NativeLayer] = {}  # see Operations
+        self._asked_for_native: set[int] = set()
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.parameters}
         self._by_key: dict[Hashable, TrackedModule] = {}
         self._all: list[TrackedModule] = []
@@ -82,21 +96,40 @@ class TrackedModules:
     def __getitem__(self, index: int) -> TrackedModule:
         return self._all[index]
 
-    def get(self, key: Hashable, make: Callable[[], tuple[str, Sequence[int], LayerRule | None]]) -> TrackedModule:
-        """The unit of a key; ``make`` says its label, the slots of its parameters, and its rule."""
-        found = self._by_key.get(key)
-        if found is None:
-            found = self._by_key[key] = self._add(*make())
-        return found
+    def of_layer(
+        self, op: LayerOperation, statics: Statics, sources: Sequence[Source], weight: Tensor, bias: Tensor | None
+    ) -> TrackedModule:
+        """The unit of an operation that has a rule."""
+        key = (op.name, statics, *(source.key for source in sources))
+        unit = self._by_key.get(key)
+        if unit is None:
+            unit = self._by_key[key] = self._add(op.name, slots_of(sources), op.make_rule(statics))
+        if unit.native is None and unit.index not in self._asked_for_native:
+            self._asked_for_native.add(unit.index)
+            whole = all(source.is_parameter for source in sources)
+            if whole and self._library is not None and isinstance(self._watch, NativeWatch):
+                unit.native = native_layer(self._library, unit, self._watch, weight, bias)
+        return unit
 
-    def _add(self, label: str, slots: Sequence[int], rule: LayerRule | None) -> TrackedModule:
-        names = [self._watched[slot][0] for slot in slots]
+    def of_operation(self, name: str, sources: Sequence[Source], *, way: str) -> TrackedModule:
+        """The unit of another operation, whose gradients are found in ``way``."""
+        key = (name, *(source.key for source in sources))
+        unit = self._by_key.get(key)
+        if unit is None:
+            unit = self._by_key[key] = self._add(name, slots_of(sources), None)
+        unit.way = way
+        return unit
+
+    def _add(self, operation: str, slots: tuple[int, ...], rule: LayerRule | None) -> TrackedModule:
+        self.quick.clear()  # it may share parameters with one of them
+        named, label = self._parameters.named, self._parameters.label(operation, slots)
+        names = [named[slot][0] for slot in slots]
         unit = TrackedModule(
             label,
             len(self._all),
             list(slots),
             names,
-            [self._watched[slot][1] for slot in slots],
+            [named[slot][1] for slot in slots],
             [self._group_of[name] for name in names],
             rule,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ def backward_ended(engine: PrivacyEngine, sums: Accumulator) -> None:
     """
     step, clipper, batches, drawn = engine._private, engine._clipper, engine._batches, engine._drawn
     assert step is not None and clipper is not None
+    part: Mapping[str, Tensor] | None = None
     try:
         with torch.no_grad():
             stats = clipper.clip_stats
@@ -55,7 +57,9 @@ def backward_ended(engine: PrivacyEngine, sums: Accumulator) -> None:
                 noised = step.release(sums(None), stats)
                 if engine._recorder is not None:
                     engine._recorder.see_release(noised)
-    except BaseException:
+    except BaseException as error:
+        part = None
+        traceback.clear_frames(error.__traceback__)  # sums without noise among their variables
         batches.give_up()
         drawn.give_up()
         sums(None)

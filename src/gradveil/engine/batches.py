@@ -47,12 +47,8 @@ class Batches:
         self.ticket, self._spent = None, False
         self._earlier, self._here, self._lost = 0, 0, False
 
-    def hand_out(self, ticket: Ticket, *, loop: int, step: int, counted: bool = True) -> None:
-        """The loader of ``loop`` hands out a batch, or a part of one, and the engine is about to take ``step``.
-
-        ``counted=False``: passes may not be counted by :meth:`count` (in CUDA graphs), so whether the last part was
-        whole is not known.
-        """
+    def hand_out(self, ticket: Ticket, *, loop: int, step: int) -> None:
+        """The loader of ``loop`` hands out a batch, or a part of one, and the engine is about to take ``step``."""
         if loop != self.loop:
             raise PrivacyViolation(
                 "a newer loop over the private loader was started, or the engine went back to a checkpoint: a batch of "
@@ -67,8 +63,7 @@ class Batches:
                 "over the loader."
             )
         if self.is_open:
-            if counted:
-                self._check_part()
+            self._check_part()
             self._earlier, self._here = self._earlier + self._here, 0
         else:
             self._earlier, self._here, self._lost = 0, 0, False

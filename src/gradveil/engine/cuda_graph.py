@@ -19,7 +19,7 @@ the first, masked entirely.
 A graph is a sequence of these: (first, finish) is the whole step of a batch that fits. Each piece runs eagerly a few
 times before a graph with it is captured. Where the release tells something of the batch itself (l2-max, quantile-clip,
 dyn-private) the host reads it in between, and (finish) is a graph by itself; where noise has a shape of its own
-(adaclip) the step finishes eagerly.
+(adaclip), or its scale follows the gradients that were released (dyn-adaptive), the step finishes eagerly.
 """
 
 from __future__ import annotations
@@ -44,14 +44,22 @@ _WARM_UPS = 3  # eager rounds before a capture: libraries choose their algorithm
 
 
 def cuda_graph_step(engine: PrivacyEngine, loss: Loss, *, capacity: int | None = None) -> CapturedStep:
-    """A step of a private run, captured as CUDA graphs at its first calls.
+    """The training step as CUDA graphs, captured at the first calls: same samples, noise and releases as eagerly.
 
-    loss       from (output, target) to one loss per example; one that takes ``reduction`` is called with "none"
-    capacity   examples of the first graph (default: the batch size, and one standard deviation of its Poisson size)
+    The model must not read values on the host (no ``.item()``), and its shapes must depend on the batch's only.
 
-    With several views of an example (see :class:`~gradveil.PrivacyEngine`) a batch and its losses have a row for each.
-    The model must not look at values on the host (no ``.item()``), and its shapes must depend on those of the batch
-    only. Call the result with each batch of the private loader, in place of zero_grad, backward and step.
+    Args:
+        engine: An engine after ``make_private``, with its model on a GPU.
+        loss: From (output, target) to one loss per example; one that takes ``reduction`` is called with "none". With
+            ``views=K`` it gets, and returns, K rows per example.
+        capacity: Examples in the first graph. By default the batch size plus one standard deviation of its Poisson
+            size.
+
+    Returns:
+        A function of a batch of the private loader, to be called instead of zero_grad, backward and step.
+
+    Raises:
+        ConfigError: The run cannot be captured: no GPU, a sharded model, or plain training on several processes.
     """
     return CapturedStep(engine, loss, capacity=capacity)
 
@@ -87,7 +95,7 @@ class CapturedStep:
         self._batch: tuple[int, int] | None = None  # of which loop and step there is a part in the gradients
         self._in_graph = False  # whether the gradients are those of a graph
         self._hidden = HiddenGradients()  # between the parts of a batch: sums without noise
-        engine._count_lost_from(self._gathered.take_lost)
+        _take_steps_of(engine, self._gathered)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Take one batch (or physical part of one) through the model; the mean of its losses, on the device."""
@@ -115,6 +123,7 @@ class CapturedStep:
         self._hidden.show()
         self._batch = None if last else this
         self._gathered.examples = count + (self._gathered.examples if begun else 0)
+        engine._batches.count(self._gathered.examples)
         finishing = last and self._finish.prepare() == "at once"
         totals: list[Tensor] = []
         start = 0
@@ -139,6 +148,7 @@ class CapturedStep:
     def _give_up(self) -> None:
         """A step that was refused or broken off: what stands in ``.grad`` may lack its noise."""
         self._batch, self._in_graph = None, False
+        self.engine._batches.give_up()
         self._hidden = HiddenGradients()
         for parameter in self.engine.parameters.values():
             parameter.grad = None
@@ -182,6 +192,18 @@ class CapturedStep:
                 piece.work()
                 piece.rounds += 1
         here.wait_stream(side)
+
+
+def _take_steps_of(engine: PrivacyEngine, gathered: Gathered) -> None:
+    """From here on the engine's steps run in CUDA graphs, which count examples that are not finite on the GPU."""
+    if engine._recorder is not None and engine._recorder.left:
+        raise ConfigError(
+            "record_gradients has steps left to record, and a CUDA-graph step updates the weights in the graph that "
+            "makes the release: there is no moment to record it. Train eagerly until they are recorded."
+        )
+    engine._in_graphs = True
+    if engine._private is not None:
+        engine._private.not_finite.elsewhere = gathered.take_lost
 
 
 def _per_example(loss: Loss) -> Loss:

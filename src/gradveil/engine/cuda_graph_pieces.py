@@ -1,4 +1,4 @@
-"""The pieces of a captured step (captured.py): what each does on fixed buffers, and the graph that holds some of them.
+"""The pieces of a CUDA-graph step (cuda_graph.py): what each does on fixed buffers, and the graph of some of them.
 
 Gathered   what the parts of a batch add up to
 Part       forward and backward of a part
@@ -21,7 +21,6 @@ from gradveil.clipping.backward_pass import Padding
 from gradveil.engine.guards import fingerprint_sums
 from gradveil.engine.step import PrivateStep, add_to_gradient
 from gradveil.errors import ConfigError, PrivacyViolation
-from gradveil.mechanism.clip_bounds import AdaClip
 from gradveil.mechanism.noise.on_device import add_drawn_noise
 from gradveil.mechanism.noise.streams import NoiseSource
 from gradveil.mechanism.records import Release
@@ -269,7 +268,7 @@ class Finish(Piece):
         if not plan.strategy.is_private:
             self._set_scale(1.0 / (max(self.gathered.examples, 1) * engine.settings.views))
             return "at once"
-        if isinstance(engine.rule, AdaClip):
+        if engine.rule.reads_gradients:
             return "eagerly"
         self._sampler = self._step.check(self.gathered)
         self._noise = self._step.fresh_noise()
@@ -321,7 +320,7 @@ class Finish(Piece):
                 self._step.log.give_digest(self._digest)
             self._learn()
         else:
-            engine._count_plain_step()
+            engine._loop.count_plain_step()
         if not self._updates():
             self._update()
 

@@ -1,26 +1,17 @@
-"""PrivacyEngine: puts sampling, clipping, noise, ledger and accounting around a user's own loop.
+"""PrivacyEngine: sampling, clipping, noise, ledger and accounting around a user's own loop (see docs/own-model.md).
 
-    engine = gradveil.PrivacyEngine(strategy="dyn-s-decay", clip=4.0, sigma=6.0, steps=1000, delta=1e-5)
-    model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()   # clips, records, adds noise: .grad is already private
-        optimizer.step()                          # any optimizer: what is done with .grad is post-processing
-    print(engine.statement())
-
-The sums of clipped gradients never stand where user code can reach them: not in ``.grad``, not in autograd's results,
-not in a public attribute. The release is made at the end of ``backward()`` (step.py).
-
-The model and the optimizer that come back are the ones that went in: same objects, same classes, same
-state_dict keys. :meth:`PrivacyEngine.detach` removes every trace of the engine.
+User code never reaches the sums of clipped gradients; the release is made at the end of ``backward()`` (step.py). Model
+and optimizer stay the same objects, with the same state_dict keys; ``detach`` removes every trace of the engine.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,28 +19,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.ledger import Durability, Ledger
-from gradveil.clipping import Clipper, Clipping, Group, make_groups, sharding
+from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
-from gradveil.engine.backward import accumulator, backward_ended
+from gradveil.clipping.validation.spot_checks import tensors_held_by
+from gradveil.engine import resume, run_files, setup
 from gradveil.engine.batches import Batches
 from gradveil.engine.drawn import Drawn
-from gradveil.engine.guards import BudgetGuard, check_optimizer, fingerprint
-from gradveil.engine.header import run_header
+from gradveil.engine.guards import check_optimizer
 from gradveil.engine.layout import Layout
-from gradveil.engine.plain import HiddenGradients, PlainStep
+from gradveil.engine.loop import Loop
+from gradveil.engine.plain import PlainStep
 from gradveil.engine.release_log import ReleaseLog
 from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
-from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation, RunDirectoryError
-from gradveil.mechanism import clip_bounds as bound_rules
-from gradveil.mechanism.distributed import prepare as joining
+from gradveil.errors import ConfigError, PrivacyViolation
+from gradveil.mechanism.distributed import prepare
 from gradveil.mechanism.distributed import ranks as processes
 from gradveil.mechanism.noise.streams import SecretKey
 from gradveil.mechanism.records import Release, RunHeader
-from gradveil.mechanism.release import Releaser
-from gradveil.mechanism.sampling import Indices, PrivateLoader, Sampling, Source, Ticket, check_no_repeats, source_of
+from gradveil.mechanism.sampling import PrivateLoader, Sampling, check_no_repeats, source_of
 from gradveil.mechanism.schedules import Schedule
 from gradveil.mechanism.strategies import PrivacyPlan, Strategy
 
@@ -62,42 +51,54 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 class PrivacyEngine:
-    """Trains a model under one strategy and records every release.
+    """Trains a model with differential privacy: clips, records and adds noise inside ``backward()``.
 
-    Its settings::
+    Guarantee: after :meth:`make_private`, ``.grad`` only ever holds released gradients. Each is clipped per example,
+    noised and described by one record in the ledger, from which :meth:`statement` and :attr:`epsilon` are computed.
 
-        strategy        a name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`
-        clip, sigma     starting values C_0 and sigma_0, or whole schedules
-        epsilon         in place of sigma: make_private finds the sigma with which the whole run spends it
-        steps           the number of steps the run declares; the schedules span them
-        epochs          in place of steps: each pass over the loader is one epoch
-        delta           must be below 1/N
-        sampling        poisson (default), without-replacement, with-replacement; shuffle needs allow_unproved
-        clipping        per-layer (default), flat, or a mapping of group names to parameter names
-        reading         of the l2-max strategies: "example" (default, the paper's text) or "batch"
-        decay, *_decay, *_end   shape and end value of what decays (:func:`gradveil.mechanism.strategies.parameters`)
-        fixed_variance  sigma_t = varsigma / S_t with varsigma = sigma_0 C_0
-        options         settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...)
-        loss_reduction  what the user's loss does over the batch: "mean" or "sum"
-        views           rows of one example, such as augmentations of an image; see below
-        drops_examples  the loop leaves out examples of a batch, each by its own content alone
-        spot_checks     share of the time for checking that each example's loss depends on that example alone, after
-                        the first batches, at steps that cannot be foreseen; 1 checks every batch, 0 only the first
-        budget          the largest proved epsilon to spend: the step that would exceed it is refused; where nothing
-                        is proved, with allow_unproved, the largest published one (MA), which guarantees nothing
-        stopping        "public": when training ends is decided without the private data, and the steps taken are
-                        charged; otherwise all declared steps are, since the loop sees what was released
-        run_dir         where the ledger is kept; must not hold one already, unless ``resume``
-        durability      "write": a killed process has spent what its ledger says; "fsync": a power cut too
-        seed            makes the run repeatable; anyone who knows it can subtract the noise
+    Args:
+        strategy: A name (``gradveil strategies`` lists them) or a :class:`gradveil.Strategy`.
+        clip, sigma: Initial clip bound C_0 and noise scale sigma_0, or whole schedules.
+        epsilon: Instead of sigma: ``make_private`` finds the sigma with which the whole run spends it.
+        steps, epochs: What the run declares. With epochs, each pass over the loader is one epoch.
+        delta: Must be below 1/N.
+        sampling: "poisson", "without-replacement", "with-replacement"; "shuffle" needs ``allow_unproved``.
+        clipping: "per-layer", "flat", or a mapping of group names to parameter names.
+        reading: Interpretation of l2-max: "example" (the paper's text, default) or "batch".
+        decay, clip_decay, clip_end, sigma_decay, sigma_end: Shape and end value of what decays
+            (:func:`gradveil.mechanism.strategies.parameters`).
+        fixed_variance: Constant noise: sigma_t = varsigma / S_t with varsigma = sigma_0 C_0.
+        options: Settings of the strategy's own rule (quantile, learning_rate, count_noise; beta1, ...).
+        loss_reduction: What your loss does over the batch: "mean" or "sum".
+        views: Augmentation multiplicity K: each example has K consecutive rows, whose gradients are averaged before
+            clipping, at no cost in privacy. ``torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)`` builds the rows.
+        drops_examples: The loop leaves out examples of a batch, each by its own content alone.
+        spot_checks: Share of the time for checking, at unpredictable steps, that examples are independent.
+        budget: The largest proved epsilon to spend; the step that would exceed it is refused.
+        allow_unproved: Allow settings without a proof; a budget is then of the published epsilon (MA).
+        accountant: "PLD": noise and number of steps are declared in advance; "filter": a privacy filter, under which
+            noise, bounds and the last step may depend on released values (docs/accounting.md).
+        stopping: "public" declares that the end of training does not depend on private data: only the steps taken are
+            charged. Otherwise all declared steps are, since the loop sees what was released.
+        run_dir, resume: Directory of the ledger, settings, environment and logged metrics (:meth:`log`); must not
+            contain a ledger, unless ``resume``.
+        model_factory, data_factory: "module:function" that builds the model, and that returns inputs and labels: with
+            them the weights are kept at the end, and ``gradveil attack RUN`` and ``audit RUN`` can rebuild the run.
+        about: Texts about the run, shown in the report: purpose, data, unit, tuning, sign_off.
+        durability: "write": a killed process has spent what its ledger says; "fsync": a power cut, too.
+        noise: "lattice": private in floating point, too, on the CPU (docs/noise.md); "float": in half the time, not
+            proved down to the last bit; "auto": "lattice" where it costs at most 3 % of a step (batches from 500).
+        seed: Makes the run reproducible. Anyone who knows it can subtract the noise.
 
-    With ``views=K`` an example of the batch has K rows, one after the other (rows i K to i K + K - 1 are those of
-    example i); its gradient is the mean over them, and is clipped once. What one example can do, and what is spent, is
-    the same for any K. The loss is a mean, or a sum, over all rows::
+    Raises:
+        ConfigError: A setting is invalid or contradicts another.
 
-        rows = torch.stack([x, x.flip(-1)], dim=1).flatten(0, 1)   # not torch.cat: it would mix examples
-        F.cross_entropy(model(rows), y.repeat_interleave(2)).backward()
+    >>> PrivacyEngine(strategy="baseline", clip=1.0, sigma=3.0, steps=10)
+    PrivacyEngine(baseline, not set up)
     """
+
+    _run_key: SecretKey  # bound to the run
+    _epoch: int  # batches of one
 
     def __init__(
         self,
@@ -125,10 +126,15 @@ class PrivacyEngine:
         spot_checks: float = 0.02,
         budget: float | None = None,
         allow_unproved: bool = False,
+        accountant: str | None = None,
         stopping: str = "none",
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
+        model_factory: str | None = None,
+        data_factory: str | None = None,
+        about: Mapping[str, str] | None = None,
         durability: Durability = "write",
+        noise: str = "auto",
         seed: int | None = None,
     ) -> None:
         self.settings = Settings(
@@ -155,12 +161,17 @@ class PrivacyEngine:
             budget=budget,
             allow_unproved=allow_unproved,
             stopping=stopping,
+            accountant=accountant,
             drops_examples=drops_examples,
             spot_checks=spot_checks,
             durability=durability,
+            noise=noise,
         )
         self.options = {name: plain_number(name, value) for name, value in (options or {}).items()}
         self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.model_factory, self.data_factory = model_factory, data_factory
+        self.about = run_files.checked_about(about)
+        self._began = time.perf_counter()
         self.ranks = processes.current()
         self._plan: PrivacyPlan | None = None
         if self.settings.epsilon is None and self.settings.steps is not None:
@@ -170,20 +181,16 @@ class PrivacyEngine:
         self._clipper: Clipper | None = None
         self._private: PrivateStep | None = None
         self._plain: PlainStep | None = None
-        self._book: ReleaseLog | None = None
+        self._release_log: ReleaseLog | None = None
+        self._stopped: str | None = None
         self._plain_steps = 0  # taken, of a run without privacy
         self._sharded = False
         self._recorder: Recorder | None = None
-        self._in_graphs = False  # whether a CUDA-graph step was made (captured.py)
+        self._in_graphs = False  # whether a CUDA-graph step was made (cuda_graph.py)
         self._in_update = False  # it takes the optimizer's step
-        self._hidden = HiddenGradients()
+        self._loop = Loop(self)
         self._pins: set[tuple[int, str]] = set()  # ledger lengths and heads that checkpoints of this process hold
-        exists = self.run_dir is not None and self.ranks.is_first and (self.run_dir / ledgers.FILE_NAME).exists()
-        if exists and not resume:
-            raise RunDirectoryError(
-                f"{self.run_dir} holds a ledger already: a run directory belongs to one run, and a ledger is never "
-                "overwritten. Give another run_dir, or resume that run."
-            )
+        setup.check_run_directory(self)
 
     # ---- setting up
 
@@ -196,15 +203,22 @@ class PrivacyEngine:
         batch_size: int | None = None,
         physical_batch_size: int | None = None,
     ) -> tuple[M, O, PrivateLoader]:
-        """The same module and optimizer, and a loader that draws the batches.
+        """Attach the engine to a model and replace the loader by one that draws the batches.
 
-        From a DataLoader, the batch size is its own and its sampler is replaced; from a Dataset, give
-        ``batch_size``. A logical batch larger than ``physical_batch_size`` comes in parts; call zero_grad,
-        backward and step for each part as usual: the release, and the update, happen at the last.
+        Args:
+            module, optimizer: The model and its optimizer; they stay the same objects. Make more optimizers at will.
+            data_loader: A DataLoader, whose sampler is replaced, or a Dataset, which needs ``batch_size``.
+            batch_size: Expected batch size.
+            physical_batch_size: Microbatch size. Write the loop as usual: release and update happen at the last one.
 
-        Other optimizers for the same parameters may be made at any time: ``.grad`` only ever holds what was released.
+        Returns:
+            The same module and optimizer, and the private loader.
+
+        Raises:
+            ConfigError: A setting does not fit the data, such as delta >= 1/N.
+            UnsupportedModelError: The model mixes examples or cannot be clipped per example.
         """
-        if self._book is not None:
+        if self._release_log is not None:
             raise ConfigError("make_private was called already: one engine is one run. Make a new PrivacyEngine.")
         inner = processes.unwrapped(module)
         physical_batch_size = plain_number("physical_batch_size", physical_batch_size)
@@ -216,7 +230,7 @@ class PrivacyEngine:
         self.sampling = Sampling(
             name=self.settings.sampling, population=source.population, batch_size=source.batch_size
         )
-        self._declare_steps(source)
+        setup.declare_steps(self, source)
         private = self.plan.strategy.is_private
         if private and self.delta >= 1.0 / source.population:
             raise ConfigError(
@@ -228,258 +242,64 @@ class PrivacyEngine:
             check_no_repeats(source.dataset)
         self._layout = Layout(source.dataset, source.like.collate_fn if private and source.like is not None else None)
         self.module, self.optimizer, self.physical_batch_size = inner, optimizer, physical_batch_size
-        self._sharded = joining.is_cut(inner, self.plan.strategy)
+        self._sharded = prepare.is_cut(inner, self.plan.strategy)
         if self.ranks.several:
-            self._join(module)
+            setup.join(self, module)
         self.groups: tuple[Group, ...] = make_groups(inner, self.settings.clipping)
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-        self._calibrate()
+        setup.calibrate(self)
         self._batches = Batches(
             self.sampling.name, views=self.settings.views, drops_examples=self.settings.drops_examples
         )
         self._drawn = Drawn(self._batches)
         if private:
-            self.rule = self._make_rule(self.plan)
-            self._clipper = self._make_clipper()  # before the ledger: a model that is refused leaves no run directory
+            self.rule = setup.make_rule(self, self.plan)
+            self._clipper = setup.make_clipper(self)  # before the ledger: a refused model leaves no run directory
         try:
-            self._open_book()
+            setup.open_log(self)
         except BaseException:
             self.detach()
             raise
         if private:
-            self._attach()
+            setup.attach(self)
         else:
             self._plain = PlainStep(
                 self.parameters,
                 self._batches,
                 self.ranks,
                 loss_reduction=self.settings.loss_reduction,
-                count=self._count_plain_step,
+                count=self._loop.count_plain_step,
             )
-        self._handles += [
-            optimizer.register_step_pre_hook(ModelHook(self._before_step)),
-            optimizer.register_step_post_hook(ModelHook(lambda *_: self._hidden.show())),
-            inner.register_state_dict_pre_hook(ModelHook(lambda *_: self.commit(), before_copy=self.commit)),
-        ]
+        if not private or physical_batch_size is not None or self._sharded:
+            self._handles += [
+                optimizer.register_step_pre_hook(ModelHook(self._loop.before_step)),
+                optimizer.register_step_post_hook(ModelHook(self._loop.after_step)),
+            ]
+        commits = ModelHook(lambda *_: self.commit(), before_copy=self.commit)
+        self._handles.append(inner.register_state_dict_pre_hook(commits))
         loader = PrivateLoader(
             dataset=source.dataset,
             batch_size=source.batch_size,
-            draw=self._draw,
-            span=self._coming_steps,
+            draw=self._loop.draw,
+            span=self._loop.coming_steps,
             physical_batch_size=physical_batch_size,
-            start=self._start_loop,
-            finish=self._finish_loop,
-            hand_out=self._hand_out,
+            start=self._loop.start,
+            finish=self._loop.finish,
+            hand_out=self._loop.hand_out,
             like=source.like,
-            parts=self._equal_parts if self._sharded else None,
+            parts=self._loop.equal_parts if self._sharded else None,
+            stopped=lambda: self.stopped is not None,
         )
         return module, optimizer, loader
 
-    def _declare_steps(self, source: Source) -> None:
-        """How long the run is, and the length of an epoch."""
-        self._epoch = source.batches
-        steps = self.settings.steps
-        if steps is None:
-            assert self.settings.epochs is not None
-            steps = self.settings.epochs * self._epoch
-        if self._plan is None:
-            # With a target epsilon, of any noise for now.
-            self._plan = self.settings.plan(steps=steps, sigma=self.settings.any_sigma)
-
-    def _calibrate(self) -> None:
-        """The sigma with which the whole run spends the epsilon that was asked for."""
-        from gradveil.accounting import calibrate_plan
-
-        target = self.settings.epsilon
-        if target is None:
-            return
-        steps = self.plan.steps
-        sigma = calibrate_plan(
-            target,
-            plan_of=lambda sigma: self.settings.plan(steps=steps, sigma=sigma),
-            groups=len(self.groups),
-            sampling=self.sampling.name,
-            population=self.sampling.population,
-            batch_size=self.sampling.batch_size,
-            delta=self.delta,
-            side_of=lambda plan: self._make_rule(plan).side_inverse_square,
-            least=self.settings.least_sigma,
-        )
-        self._plan = self.settings.plan(steps=steps, sigma=sigma)
-
-    def _make_rule(self, plan: PrivacyPlan) -> bound_rules.BoundRule:
-        return bound_rules.make_rule(
-            plan,
-            self.groups,
-            parameters={n: p.detach() for n, p in self.parameters.items()},
-            batch_size=float(self.sampling.batch_size),
-            options=self.options,
-        )
-
-    def _make_clipper(self) -> Clipper:
-        """Follows the model; refuses one that cannot be followed."""
-        clipper = Clipper(
-            self.module,
-            self.groups,
-            bounds=self.rule.bounds(0),
-            loss_reduction=self.settings.loss_reduction,
-            views=self.settings.views,
-        )
-        clipper.weighing.whitening, clipper.weighing.gamma = self.rule.whitening, self.rule.gamma
-        if self._sharded:
-            clipper.as_delivered = lambda name, total: sharding.added_up(self.parameters[name], total)
-            clipper.agree = self.ranks.all_agree
-        return clipper
-
-    def _attach(self) -> None:
-        """Release what the clipper has summed at the end of each backward pass."""
-        clipper = self._clipper
-        assert clipper is not None
-        in_noise_order = {name: self.parameters[name] for group in self.groups for name in group.parameters}
-        releaser = Releaser(
-            plan=self.plan,
-            rule=self.rule,
-            groups=self.groups,
-            parameters=in_noise_order,
-            sample_rate=self.sampling.rate,
-            batch_size=float(self.sampling.batch_size),
-            ranks=self.ranks,
-        )
-        self._private = PrivateStep(
-            key=self._run_key,
-            releaser=releaser,
-            log=self._log,
-            batches=self._batches,
-            clipper=clipper,
-            ranks=self.ranks,
-            steps=self.plan.steps,
-        )
-        clipper.checks.share = self.settings.spot_checks
-        clipper.checks.report = lambda seen: self.ledger.note("check", {"step": self.step, **seen})
-        clipper.on_end = partial(backward_ended, self, accumulator())
-        # After the clipper's own hook, which begins the pass.
-        self._handles.append(self.module.register_forward_pre_hook(ModelHook(self._see_call), with_kwargs=True))
-
-    def _equal_parts(self, here: int) -> int:
-        """Parts of a batch: as many on every rank, for the ranks call a model that is cut together."""
-        return int(self.ranks.highest([here], torch.empty(0))[0])
-
-    def _join(self, given: nn.Module) -> None:
-        """Where there are several ranks: the same key on all, and the model one of several."""
-        if not self._key.seeded:
-            self._key = self._key.told(self.ranks.from_first)
-        self.ranks.check_same("the seed", self._key.device_seed("same on all ranks").__repr__())
-        self._handles += joining.join(given, self.ranks)
-
-    def _open_book(self) -> None:
-        side = self.rule.side_inverse_square if self.plan.strategy.is_private else 0.0
-        published = self.settings.why_unproved(self.plan) is not None
-        self._book = ReleaseLog.open(
-            run_header(self, side),
-            self.run_dir,
-            resume=self._resume,
-            ranks=self.ranks,
-            budget=BudgetGuard(self.settings.budget, self.plan, len(self.groups), side, published=published),
-            digest=partial(_digest, self.ranks if self._sharded else None),
-            seeded=self._key.seeded,
-            durability=self.settings.durability,
-        )
-        self._run_key = self._key.bound_to(self._book.ledger.header.salt)
-
     # ---- the loop
-
-    def _coming_steps(self) -> range:
-        """The steps of the next loop over the loader: the rest of the run, or of the epoch."""
-        end = self.plan.steps
-        if self.settings.epochs is not None:
-            end = min(end, (self.step // self._epoch + 1) * self._epoch)
-        return range(self.step, end)
-
-    def _draw(self, step: int) -> Indices:
-        if self.ranks.several:
-            return self.sampling.draw(self._run_key, step, self.ranks.share(self.sampling.population))
-        indices = self.sampling.draw(self._run_key, step)
-        again = 0
-        while not len(indices) and not self.plan.strategy.is_private:
-            again += 1  # plain training has nothing to do with an empty batch, and nothing to hide: draw another
-            indices = self.sampling.draw(self._run_key, step + again * (1 << 40))
-        return indices
-
-    def _start_loop(self) -> int:
-        """A new loop over the loader starts clean: nothing of an abandoned batch may enter the next release."""
-        if self.step >= self.plan.steps:
-            raise BudgetExhausted(
-                f"the run declared {self.plan.steps} steps and has taken them all: a further loop over the loader "
-                "would be empty. Declare more steps, or epochs, from the start."
-            )
-        self._check_attached()
-        loop = self._batches.start()
-        if self._private is not None:
-            self._private.check_process()
-            self._private.prepare()
-        if self._plain is not None:
-            self._plain.clear()
-            for parameter in self.parameters.values():
-                parameter.grad = None
-        return loop
-
-    def _hand_out(self, ticket: Ticket, loop: int, batch: Any) -> None:
-        if self._private is None:
-            self._batches.ticket = ticket
-            return
-        self._check_attached()
-        self._private.check_process()
-        self._batches.hand_out(ticket, loop=loop, step=self.step, counted=not self._in_graphs)
-        self._drawn.hand_out(batch)
-        if self._clipper is not None:
-            self._clipper.checks.not_batch_first = self._layout.misplaced(batch)
-
-    def _see_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        clipper = self._clipper
-        if clipper is not None and clipper.tracks and clipper._rehearsal is None and clipper._current is not None:
-            self._drawn.called(clipper._current, args, kwargs)
-
-    def _check_attached(self) -> None:
-        if self._private is not None and not self._handles:
-            raise PrivacyViolation(
-                "the engine was detached, or closed: gradients of further batches would be neither clipped nor noised. "
-                "Make a new PrivacyEngine."
-            )
-
-    def _finish_loop(self) -> None:
-        """The loader has no further batch: the last one must have been released like the others."""
-        if self._private is not None and self._batches.is_open:
-            raise self._batches.unreleased()
-        self._batches.clear()
-        self.commit()
-
-    def _before_step(self, *_: Any) -> None:
-        """Before the optimizer's step. Of a private run: while parts of a batch are still to come, it finds nothing."""
-        if self._in_update:
-            return
-        if self._plain is not None:
-            self._take_plain_step(self._plain)
-        elif self._batches.in_parts:
-            self._hidden.hide(list(self.parameters.values()))
-
-    def _take_plain_step(self, plain: PlainStep) -> None:
-        if self._recorder is not None:
-            self._recorder.see_part({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
-        plain()
-        if self._recorder is not None:
-            self._recorder.see_plain_step()
-
-    def _count_plain_step(self) -> None:
-        """A step without privacy was taken."""
-        self._plain_steps += 1
-        self._batches.clear()
 
     @contextmanager
     def public_data(self, note: str = "") -> Iterator[None]:
-        """Passes of the model in here are on data that is declared public: not clipped, not noised, not counted.
+        """Declare the passes of the model in this context public: no clipping, no noise, nothing charged.
 
-        The ledger notes it, with ``note`` (which data, say). Gradients go to ``.grad`` as in ordinary training. That
-        the data is public is an assumption of the statement; a private batch in here would be released as it is.
+        The ledger records it with ``note`` (for example, which data). Gradients go to ``.grad`` as in ordinary
+        training. The statement lists it as an assumption: a private batch in here would be released as it is.
         """
         if self._clipper is None:
             yield
@@ -489,19 +309,23 @@ class PrivacyEngine:
             yield
 
     def run_step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
-        """The whole step on one batch of the loader: zero_grad, loss, backward, update; the loss, detached.
+        """Take the whole step on one batch of the loader: zero_grad, loss, backward, update.
 
-        ``loss_fn(*batch)`` includes preprocessing, model and loss, and is a mean (or sum, by ``loss_reduction``) over
-        the examples. What it computes from its arguments is checked, at the first batches and at steps that cannot be
-        foreseen: each example's gradient must stay the same when the other examples of the batch are exchanged. That
-        covers what a loop of your own does not show: centring or mixing inputs, masks and normalisers from the
-        targets. It does not cover what the collate_fn and the loop did to the batch before.
+        The first batches, and some at unpredictable steps, are checked end to end: each example's gradient must stay
+        the same when the other examples are exchanged. That covers what the engine cannot see in a loop of your own:
+        centring or mixing inputs, masks and normalisers from the targets. It does not cover the collate_fn.
+
+        Args:
+            loss_fn: From a batch of the loader to the mean (or sum, by ``loss_reduction``) over its examples.
+            batch: What the loader returned.
+
+        Returns:
+            The loss, detached.
         """
         clipper, ticket = self._clipper, self._batches.ticket
         if clipper is not None and ticket is not None and self._batches.is_open:
-            clipper.checks.whole_step(
-                lambda batch: clipper.rehearse(lambda: loss_fn(*batch).backward()), batch, ticket.size
-            )
+            rehearse = partial(_rehearse, clipper, loss_fn)
+            clipper.checks.whole_step(rehearse, batch, ticket.size, holds=tensors_held_by(loss_fn))
         self.optimizer.zero_grad()
         loss = loss_fn(*batch)
         loss.backward()
@@ -511,25 +335,17 @@ class PrivacyEngine:
     def record_gradients(
         self, path: str | os.PathLike[str], *, steps: int | Iterable[int] = 1, view: str = "batch"
     ) -> Recorder:
-        """Record what an adversary would see of coming steps, in a folder that only the owner can read.
+        """Record what an adversary would see of coming steps, in a directory that only its owner can read.
 
-        steps   how many of the next ones, or which
-        view    "batch", what is released; "per-example", "per-example-noised" with physical_batch_size=1
+        Written are the gradient, the weights it was taken at and what is public about its release; never the batch.
+        Training and ledger do not change by a bit. ``gradveil attack --captured`` reads the directory.
 
-        The gradient, the weights it was taken at and what is public of its release; never the batch. Training and
-        ledger are the same bit for bit. ``gradveil attack --captured`` reads it; see recording.py.
+        Args:
+            steps: How many of the next steps, or which.
+            view: "batch", what is released; "per-example" or "per-example-noised" with ``physical_batch_size=1``.
         """
         from gradveil.engine.record_gradients import Recorder
 
-        if self._in_graphs:
-            raise ConfigError(
-                "this engine's steps run in CUDA graphs (gradveil.cuda_graph_step), which update the weights as they "
-                "make the release: there is no moment to record it. Record from an eager loop."
-            )
-        if self._recorder is not None and self._recorder.left:
-            raise ConfigError(
-                f"record_gradients is recording to {self._recorder.path}: wait for its steps, or stop() it."
-            )
         self._recorder = Recorder(self, path, steps=steps, view=view)
         return self._recorder
 
@@ -554,14 +370,13 @@ class PrivacyEngine:
     @property
     def is_set_up(self) -> bool:
         """Whether make_private was called."""
-        return self._book is not None
+        return self._release_log is not None
 
     @property
     def _log(self) -> ReleaseLog:
-        """Where releases are written down."""
-        if self._book is None:
+        if self._release_log is None:
             raise ConfigError("the engine has no run yet: call make_private first.")
-        return self._book
+        return self._release_log
 
     @property
     def ledger(self) -> Ledger:
@@ -583,7 +398,7 @@ class PrivacyEngine:
         All declared steps are charged from the first release on, unless ``stopping="public"``: a loop that sees what
         was released may stop because of it.
         """
-        return 0.0 if self._book is None else self.statement().proved.epsilon
+        return 0.0 if self._release_log is None else self.statement().proved.epsilon
 
     @property
     def non_finite_examples(self) -> int:
@@ -601,23 +416,21 @@ class PrivacyEngine:
     def __repr__(self) -> str:
         chosen = self.settings.strategy
         name = chosen if isinstance(chosen, str) else chosen.name
-        if self._book is None:
+        if self._release_log is None:
             return f"PrivacyEngine({name}, not set up)"
         return f"PrivacyEngine({name}, step {self.step} of {self.plan.steps}, delta={self.delta:g})"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        text = str(self.statement()) if self._book is not None else repr(self)
+        text = str(self.statement()) if self._release_log is not None else repr(self)
         return f"<pre>{escape(text)}</pre>"
 
     def commit(self) -> None:
-        """Bring the ledger to disk (fsync); called by itself before checkpoints and statements."""
-        if self._book is not None:
+        """Sync the ledger to disk; called automatically before checkpoints and statements."""
+        if self._release_log is not None:
             self.ledger.commit()
 
     def statement(self) -> Statement:
-        """What is proved, what is only as published, what is not covered; ``print`` it."""
+        """The privacy statement: what is proved, what is only as published, what is not covered. Print it."""
         from gradveil.accounting import statement
         from gradveil.accounting.evidence import checks_of
 
@@ -626,71 +439,51 @@ class PrivacyEngine:
         return statement(self.header, releases, checks=checks_of(self.ledger.notes, batches=len(releases)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on: step, the bound rule's state, and what was spent.
+        """What a checkpoint needs: the step, the state of adaptive bounds, and what was spent.
 
-        Holds no seed and no generator state. An engine that has the run's ledger goes on from it; one that has a new
-        ledger takes over what was spent, so that its budget and statement are right.
+        It contains no seed and no generator state. An engine with the run's ledger continues it; one with a new ledger
+        takes over what was spent, so that budget and statement stay right.
         """
-        self.commit()
-        ledger = self.ledger
-        rule = self.rule.state_dict() if self.plan.strategy.is_private else {}
-        self._pins.add((ledger.length, ledger.head))
-        return {
-            "step": self.step,
-            "ledger_length": ledger.length,
-            "ledger_head": ledger.head,
-            "rule": rule,
-            "spent": ledger.export_spent(),
-        }
+        return resume.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. Releases that the ledger holds beyond it stay charged.
+        """Continue from a checkpoint. Releases that the ledger holds beyond it stay charged.
 
-        Refused where this engine's ledger is not the one of the checkpoint and the checkpoint does not say what was
-        spent: earlier steps would not be charged. Refused too where the checkpoint's run declared steps that this one
-        would not charge: a run that may have stopped on released values is charged for all it declared.
+        Raises:
+            LedgerError, PrivacyViolation: Steps that were taken or declared before would not be charged.
         """
-        step = int(state["step"])
-        if not 0 <= step <= self.plan.steps:
-            raise ConfigError(f"the checkpoint is of step {step}, the run has {self.plan.steps}.")
-        self._take_over_spent(state)
-        if self._private is None:
-            self._plain_steps = step
-            self._batches.start()
-            return
-        if not self._run_key.seeded:
-            # Steps already released may come again: with a new key, samples are independent of theirs.
-            self._run_key = SecretKey().told(self.ranks.from_first)
-            self._private.renew(self._run_key)
-        self._log.go_on()
-        self._batches.start()  # loops that are under way draw for steps of before
-        self._private.index = step
-        self.rule.load_state_dict(state["rule"])
-        self._private.prepare()
+        resume.load_state_dict(self, state)
 
-    def _take_over_spent(self, state: Mapping[str, Any]) -> None:
-        ledger, pin = self.ledger, (int(state["ledger_length"]), str(state["ledger_head"]))
-        if self.ranks.from_first(lambda: pin in self._pins or ledger.holds(*pin)):
-            return
-        spent = state.get("spent")
-        if spent is not None and (not ledger.releases or ledger.took_over(*pin)):
-            ledger.import_spent(spent)  # once: loading the same checkpoint again charges nothing more
-            return
-        raise RunDirectoryError(
-            f"the checkpoint is of step {state['step']} of a run whose ledger had {pin[0]} lines, and this engine's "
-            f"ledger is another one ({ledger.length} lines): what was released before would not be charged. Give the "
-            "engine the run_dir of that run, and resume=True; or load the checkpoint into an engine that has released "
-            "nothing yet."
-        )
+    def log(self, **metrics: Any) -> None:
+        """Write a record of the run so far to metrics.jsonl: ``engine.log(accuracy=0.93, loss=0.2)``.
 
-    def close(self, reason: str = "finished") -> None:
-        """Note the end of the run in the ledger, and detach."""
-        if self._book is not None:
-            self._book.end(reason)
+        ``accuracy`` is what reports, comparisons and gates show. Measure it on other data than the training data: no
+        epsilon covers what is computed from those.
+        """
+        run_files.log(self, metrics)
+
+    def stop(self, reason: str = "stopped by the training loop") -> None:
+        """End the run after the current step: the loader hands out no further batch.
+
+        May be called because of anything that was released. With ``accountant="filter"`` that costs nothing;
+        otherwise all declared steps stay charged, unless ``stopping="public"``.
+        """
+        self._stopped = reason
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ends before its declared steps; None while it goes on."""
+        return self._stopped or (None if self._private is None else self.rule.stop)
+
+    def close(self, reason: str | None = None) -> None:
+        """Record the end of the run in the ledger, and detach. With a ``model_factory``, the weights are kept."""
+        if self._release_log is not None:
+            run_files.end(self)
+            self._release_log.end(reason or self.stopped or "finished")
         self.detach()
 
     def detach(self) -> None:
-        """Give the user's model and optimizer back untouched; the ledger is brought to disk."""
+        """Remove everything from the model and the optimizer; sync the ledger to disk."""
         self.commit()
         for handle in self._handles:
             handle.remove()
@@ -698,21 +491,6 @@ class PrivacyEngine:
         if self._clipper is not None:
             self._clipper.detach()
 
-    # ---- for the CUDA-graph step (captured.py)
 
-    def _count_lost_from(self, kept: Callable[[], list[Tensor]]) -> None:
-        """Counts of examples that are not finite, kept on a GPU by a CUDA-graph step."""
-        if self._recorder is not None and self._recorder.left:
-            raise ConfigError(
-                "record_gradients has steps left to record, and a CUDA-graph step updates the weights in the graph "
-                "that makes the release: there is no moment to record it. Train eagerly until they are recorded."
-            )
-        self._in_graphs = True
-        if self._private is not None:
-            self._private.not_finite.elsewhere = kept
-
-
-def _digest(ranks: processes.Ranks | None, grads: list[Tensor]) -> str:
-    """Of gradients; ``ranks`` where each has a part of them. No method: a book outlives its engine."""
-    here = fingerprint([sharding.local_shard(grad) for grad in grads])
-    return here if ranks is None else ranks.digest(here)
+def _rehearse(clipper: Clipper, loss_fn: Callable[..., Tensor], batch: Any) -> list[Tensor] | None:
+    return clipper.rehearse(lambda: loss_fn(*batch).backward())

@@ -2,6 +2,7 @@
 
 RepeatGuard   noise is never used twice on different gradients
 BudgetGuard   the step that would overspend is refused before it is taken
+FilterGuard   the same, where noise and the end of the run may follow released values
 
 check_optimizer sees that what is updated is what is clipped and noised. Batches are in engine/batches.py.
 """
@@ -12,7 +13,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from gradveil.clipping.sharding import full_tensor
 from gradveil.errors import BudgetExhausted, ConfigError, PrivacyViolation
 from gradveil.mechanism.records import Release, RunHeader, planned_multiplier
 from gradveil.mechanism.strategies import PrivacyPlan
+
+if TYPE_CHECKING:
+    from gradveil.accounting import FilterAccountant
 
 
 def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -145,6 +149,60 @@ class BudgetGuard:
                 f"step {step} of {self.plan.steps} would spend more than the budget of {self.name} = {self.budget:g} "
                 f"at delta = {header.delta:g}; {fits}. The step was not taken. Raise the budget or sigma, or declare "
                 "fewer steps."
+            )
+
+
+class FilterGuard(BudgetGuard):
+    """Holds a run to its privacy filter: each step is granted or refused at the noise that it is about to have."""
+
+    def __init__(
+        self,
+        budget: float | None,
+        plan: PrivacyPlan,
+        groups: int,
+        side_inverse_square: float,
+        sigma_of: Callable[[int], float | None],
+    ) -> None:
+        super().__init__(budget, plan, groups, side_inverse_square)
+        self._sigma_of = sigma_of  # at a step; None: the plan's
+        self._accountant: FilterAccountant | None = None
+
+    def reconsider(self) -> None:
+        self._accountant = None
+
+    def planned_multiplier(self, step: int) -> float:
+        sigma = self._sigma_of(step)
+        return super().planned_multiplier(step) if sigma is None else self.multiplier(sigma)
+
+    def multiplier(self, sigma: float) -> float:
+        """The noise multiplier of a step at ``sigma``."""
+        return planned_multiplier(groups=self.groups, sigma=sigma, clip=1.0, side_inverse_square=self.side)
+
+    def counted(self, header: RunHeader, done: Sequence[Release]) -> FilterAccountant:
+        """What was granted so far."""
+        from gradveil.accounting import FilterAccountant
+
+        if self._accountant is None:
+            self._accountant = FilterAccountant(header)
+        return self._accountant.observe(done)
+
+    def check_plan(self, header: RunHeader) -> None:
+        """Any plan may begin: the filter ends it."""
+
+    def check(self, header: RunHeader, done: Sequence[Release], step: int, sampler: str) -> None:
+        """Refuse the step that the filter does not grant."""
+        if sampler != "poisson":
+            raise BudgetExhausted(
+                f"step {step} was fed a batch of {sampler} sampling, for which a privacy filter grants nothing. Use "
+                "the loader that make_private returned."
+            )
+        granted = self.counted(header, done)
+        if not granted.grants(self.planned_multiplier(step)):
+            lead = granted.filters[0]
+            raise BudgetExhausted(
+                f"step {step} of {self.plan.steps} would spend more than the budget of its privacy filter, epsilon = "
+                f"{lead.epsilon(header.delta):.4g} at delta = {header.delta:g}; {len(done)} releases were made, and "
+                f"{granted.left:.2%} of the budget is left. The step was not taken. Raise the budget or sigma."
             )
 
 

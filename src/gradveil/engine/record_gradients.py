@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 
 from gradveil import __version__
+from gradveil.accounting.files import write_whole
 from gradveil.clipping import Group
 from gradveil.errors import ConfigError, DataError, RunDirectoryError, UnknownNameError
 from gradveil.mechanism.records import Release
-from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
     from gradveil.engine import PrivacyEngine
@@ -53,11 +53,21 @@ FORMAT = "gradveil observation 1"
 class Recorder:
     """What ``engine.record_gradients`` returns. ``left``: the steps to be recorded; ``recorded``: those that were."""
 
+    path: Path
+
     def __init__(
         self, engine: PrivacyEngine, path: str | os.PathLike[str], *, steps: int | Iterable[int], view: str
     ) -> None:
         if not engine.is_set_up:
             raise ConfigError("the engine has no run yet: call make_private before engine.record_gradients.")
+        if engine._in_graphs:
+            raise ConfigError(
+                "this engine's steps run in CUDA graphs (gradveil.cuda_graph_step), which update the weights as they "
+                "make the release: there is no moment to record it. Record from an eager loop."
+            )
+        busy = engine._recorder
+        if busy is not None and busy.left:
+            raise ConfigError(f"record_gradients is recording to {busy.path}: wait for its steps, or stop() it.")
         if view not in VIEWS:
             raise UnknownNameError("view", view, VIEWS)
         if view != "batch" and engine.physical_batch_size != 1:

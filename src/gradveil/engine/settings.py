@@ -16,10 +16,12 @@ from gradveil.clipping import Clipping
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism.records import why_unproved
 from gradveil.mechanism.schedules import Schedule
-from gradveil.mechanism.strategies import PrivacyPlan, Strategy, parameters
+from gradveil.mechanism.strategies import PrivacyPlan, Strategy, get, parameters
 
 LOSS_REDUCTIONS = ("mean", "sum")
 STOPPINGS = ("none", "public", "private")
+NOISES = ("auto", "lattice", "float")
+ACCOUNTANTS = ("PLD", "filter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,11 @@ class Settings:
     budget: float | None
     allow_unproved: bool
     stopping: str
+    accountant: str | None
     drops_examples: bool
     spot_checks: float
     durability: Durability
+    noise: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("clip", "sigma", "epsilon", "steps", "epochs", "delta", "views", "budget", "spot_checks"):
@@ -59,10 +63,12 @@ class Settings:
         for name, known in (
             ("loss_reduction", LOSS_REDUCTIONS),
             ("stopping", STOPPINGS),
+            ("accountant", (None, *ACCOUNTANTS)),
             ("durability", get_args(Durability)),
+            ("noise", NOISES),
         ):
             if getattr(self, name) not in known:
-                raise UnknownNameError(name, getattr(self, name), known)
+                raise UnknownNameError(name, getattr(self, name), [word for word in known if word is not None])
         if not (isinstance(self.delta, float | int) and 0 < self.delta < 1):
             raise ConfigError(f"delta is {self.delta!r}. It is a probability: give a number in (0, 1), below 1/N.")
         object.__setattr__(self, "delta", float(self.delta))
@@ -91,6 +97,17 @@ class Settings:
                 "shuffled batches, so no epsilon would be proved. Use sampling='poisson', or ask for it explicitly "
                 "with allow_unproved=True (the statement will then say that nothing is proved)."
             )
+        if self.accountant == "PLD" and self._adapts:
+            raise ConfigError(
+                f"accountant='PLD' was given for strategy {plan.strategy.name!r}, whose noise follows what was "
+                "released: only a privacy filter covers that. Leave the accountant out."
+            )
+        if self.filters and (why is not None or self.sampling != "poisson" or not private):
+            raise ConfigError(
+                f"strategy {plan.strategy.name!r} with {self.sampling} sampling cannot be held to a privacy filter, "
+                "which is proved for Poisson sampling and noise that depends on released values only. Choose a proved "
+                "strategy and sampling='poisson', or leave accountant='filter' out."
+            )
         if self.epsilon is not None and self.sigma is not None:
             raise ConfigError(
                 f"epsilon={self.epsilon} and sigma were both given: sigma is calibrated so that the run spends "
@@ -107,6 +124,20 @@ class Settings:
                 "has no proved epsilon that could be held to it. Choose a proved strategy, or leave the budget out"
                 + ("; with allow_unproved=True the run is held to the published (MA) epsilon." if private else ".")
             )
+
+    @property
+    def filters(self) -> bool:
+        """Whether the run is held to a privacy filter, so that its noise and its end may follow released values."""
+        return self.accountant == "filter" or (self.accountant is None and self._adapts)
+
+    @property
+    def _adapts(self) -> bool:
+        return get(self.strategy).noise == "adaptive"
+
+    @property
+    def target(self) -> float | None:
+        """The largest epsilon to spend, where one was given."""
+        return self.budget if self.budget is not None else self.epsilon
 
     def plan(self, *, steps: int, sigma: float | Schedule | None = None) -> PrivacyPlan:
         """The public plan of the run, over ``steps``; ``sigma`` where it is not among the settings."""

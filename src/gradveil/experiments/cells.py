@@ -100,7 +100,7 @@ def _train(settings: Result, folder: Path, place: Place) -> Result:
 
 def _told(ended: Any) -> Result:
     """What tables are made of: the end of a run, and every look on the way with what was spent until then."""
-    from gradveil.accounting import paper_curve
+    from gradveil.accounting import default_view, paper_curve, proved_curve
     from gradveil.training.run_directory import RunDirectory
 
     run = RunDirectory.open(ended.run_dir)
@@ -111,6 +111,8 @@ def _told(ended: Any) -> Result:
     curve = {}
     if releases:
         curve = paper_curve([r.sigma for r in releases], contents.header.sample_rate, contents.header.delta)
+        neighbours, _ = default_view(contents.header.sampling)
+        proved = proved_curve(contents.header, releases, neighbours=neighbours).epsilon  # by RDP, after every step
     for look in looks:
         step = look["step"]
         point: Result = {"step": step, "accuracy": look["accuracy"], "loss": look["loss"]}
@@ -118,7 +120,7 @@ def _told(ended: Any) -> Result:
             release = releases[step - 1]
             point |= {"clip": max(release.clip), "sigma": release.sigma, "noise_std": max(release.noise_std)}
             point["as_published"] = {method: float(values[step - 1]) for method, values in curve.items()}
-            point["proved_rdp"] = look["epsilon"] if str(look["epsilon_kind"]).startswith("proved") else None
+            point["proved_rdp"] = float(proved[step - 1]) if len(proved) else None
         trace.append(point)
     statement = ended.statement.to_dict()
     return {
@@ -158,22 +160,13 @@ def _attack(settings: Result, folder: Path, place: Place) -> Result:
 
 def _attack_on_run(settings: Result, of_run: Result, folder: Path, place: Place) -> Any:
     from gradveil.attacks.from_run import load_target
-    from gradveil.attacks.trial import AttackConfig, run
 
     trained = Cell("train", of_run)
     where = folder.parent / trained.key
     if not (where / "run" / "config.toml").exists():  # its result may be all that was kept
         _train(dict(trained.settings), where, place)
     target = load_target(where / "run", data_dir=place.data_dir)
-    theirs: Result = {"strategy": target.config.strategy, "training_batch": target.config.batch_size}
-    private = target.plan.strategy.is_private
-    return run(
-        AttackConfig(**settings, **theirs, step=target.step, steps=target.plan.steps, device=place.device),
-        target.data,
-        model=target.model,
-        plan=target.plan if private else None,
-        rule_state=target.rule_state if private else None,
-    )
+    return target.attack(target.settings({**settings, "device": place.device}))
 
 
 # ---- time

@@ -40,17 +40,23 @@ def rates(plan: Plan) -> tuple[float, ...]:
 
 
 @lru_cache
-def _sigma(epsilon: float, q: float, steps: int, decay: str | None, count_noise: float | None = None) -> float:
+def _sigma(
+    epsilon: float, q: float, steps: int, decay: str | None, count_noise: float | None = None, accountant: str = "PLD"
+) -> float:
     """Of each layer, at the start."""
     ratio = None if decay is None else SIGMA_END_RATIO
     setting = Setting(sample_rate=q, layers=LAYERS, count_noise=count_noise)
-    return calibrate_sigma(Target(epsilon=epsilon), setting, steps=steps, decay=decay, ratio=ratio).sigma
+    return calibrate_sigma(
+        Target(epsilon=epsilon, accountant=accountant), setting, steps=steps, decay=decay, ratio=ratio
+    ).sigma
 
 
 def noise(strategy: str, epsilon: float, steps: int, batch: int, examples: int) -> dict[str, Any]:
     """The settings of a strategy that spend that epsilon, and no more."""
     chosen = strategies.get(strategy)
     decay = "exponential" if chosen.noise == "decay" else None
+    if chosen.noise == "adaptive":  # a privacy filter counts by one Renyi order
+        return {"sigma": _sigma(epsilon, batch / examples, steps, decay, accountant="RDP"), "budget": epsilon}
     sigma = _sigma(epsilon, batch / examples, steps, decay)
     settings: dict[str, Any] = {}
     if chosen.bounds in ("private-quantile", "private-estimate"):

@@ -9,8 +9,8 @@
 
 An epsilon is written under a name that says what kind it is (``epsilon/proved-RDP``, ``epsilon/as-published``); kinds
 are never merged into one curve. The loss is computed from the private data without noise, which no epsilon covers, and
-its name says so. The seed is neither read nor written. The ledger is on disk before a progress is told (training.py):
-what is seen here was counted before.
+its name says so. The seed is neither read nor written. The ledger is on disk before progress is reported
+(training/loop.py): what is seen here was counted before.
 """
 
 from __future__ import annotations

@@ -27,12 +27,19 @@ class BoundRule:
 
     whitening: Whitening | None = None
     gamma: float | None = None  # where given, gradients are normalised, g / (|g| + gamma), rather than clipped
+    reads_gradients = False  # whether the rule learns from the noised gradients themselves
+    stop: str | None = None  # why the rule ends the run
+    chosen_from: dict[str, Any] | None = None  # what the coming step's noise is a function of, for its record
     counts_norms = False  # whether the rule looks at how many examples are within their bound
     side_inverse_square: float = 0.0  # what the side releases of one step add to 1/z^2 of the whole release
 
     def bounds(self, step: int) -> tuple[float, ...]:
         """The clip bound of every group at ``step``."""
         raise NotImplementedError
+
+    def sigma(self, step: int) -> float | None:
+        """The noise scale of ``step``; None: the plan's."""
+        return None
 
     def side_releases(self, clip_stats: ClipStats, noise: NoiseSource) -> tuple[AuxiliaryRelease, ...]:
         """What this rule releases of the batch beside the gradients."""
@@ -123,12 +130,12 @@ class QuantileClip(BoundRule):
     def side_releases(self, clip_stats: ClipStats, noise: NoiseSource) -> tuple[AuxiliaryRelease, ...]:
         count = len(self.current)
         exact = [within - clip_stats.examples / 2.0 for within in clip_stats.counts_within()]
-        values = tuple(e + self.count_noise * z for e, z in zip(exact, noise.normals(count), strict=True))
+        sensitivity = math.sqrt(count) / 2.0
         return (
             AuxiliaryRelease(
                 name="within-bound counts",
-                values=values,
-                sensitivity=math.sqrt(count) / 2.0,
+                values=noise.noised(exact, self.count_noise, sensitivity=sensitivity),
+                sensitivity=sensitivity,
                 noise_std=self.count_noise,
             ),
         )
@@ -278,6 +285,8 @@ class AdaClip(BoundRule):
     so that the expected squared norm of w is 1. Nothing private is used beyond what was released.
     """
 
+    reads_gradients = True
+
     def __init__(
         self,
         plan: PrivacyPlan,
@@ -357,6 +366,21 @@ def _whitened(plan: PrivacyPlan, groups: Sequence[Group], *, parameters: Any, op
     return AdaClip(plan, groups, parameters=parameters, **options)
 
 
+def _adaptive(
+    plan: PrivacyPlan,
+    groups: Sequence[Group],
+    *,
+    parameters: Mapping[str, Tensor],
+    batch_size: float,
+    options: Any,
+) -> BoundRule:
+    from gradveil.mechanism.adaptive_clip import AdaptiveClip  # it is a rule like those above
+
+    # Without the parameters, where only what the rule releases beside the gradient is asked for: nothing.
+    sizes = [sum(parameters[name].numel() for name in group.parameters if parameters) for group in groups]
+    return AdaptiveClip(plan, groups, batch_size=batch_size, sizes=sizes).with_options(options)
+
+
 RULES: dict[str, Callable[..., BoundRule]] = {
     "constant": _scheduled,
     "decay": _scheduled,
@@ -364,6 +388,7 @@ RULES: dict[str, Callable[..., BoundRule]] = {
     "private-estimate": _estimated,
     "normalised": _normalised,
     "per-coordinate": _whitened,
+    "adaptive": _adaptive,
 }
 
 

@@ -148,6 +148,8 @@ class Release:
     side: tuple[AuxiliaryRelease, ...] = ()
     digest: str | None = None  # of the noised gradients; seeded runs only, where a redone step must repeat itself
     recovered: bool = False  # written in place of a line that a crash cut in half; counted as spent
+    # Of a rule that adapts to releases: the numbers that sigma and clip are a function of (mechanism/adaptive.py).
+    chosen_from: Mapping[str, Any] | None = None
     # Identifies the noise: from the operating system, drawn for this release; None in seeded runs, where the step
     # number takes its place.
     nonce: str | None = None
@@ -173,7 +175,7 @@ class Release:
     def to_dict(self) -> dict[str, Any]:
         found = dict(vars(self))  # dataclasses.asdict copies deeply, at several times the cost; one call per step
         found.pop("multiplier", None)  # it follows from the rest
-        for optional in ("digest", "nonce"):
+        for optional in ("digest", "nonce", "chosen_from"):
             if found[optional] is None:
                 del found[optional]
         found["side"] = [dict(vars(side)) for side in self.side]

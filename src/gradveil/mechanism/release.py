@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from gradveil.clipping.per_sample_grads import at_least_float32
 from gradveil.clipping.sharding import is_sharded, local_shard, start_of
 from gradveil.mechanism.clip_bounds import BoundRule
 from gradveil.mechanism.distributed.ranks import Ranks
+from gradveil.mechanism.noise.lattice import noised, widened
 from gradveil.mechanism.noise.streams import NoiseSource, Shard
 from gradveil.mechanism.records import AuxiliaryRelease, Release
 from gradveil.mechanism.strategies import PrivacyPlan
@@ -82,14 +83,17 @@ class NoiseScale(NamedTuple):
     public: bool  # whether the scale is a function of public values only
 
 
-def noise_scale(plan: PrivacyPlan, step: int, facts: StepFacts) -> NoiseScale:
-    """The scale of one step's noise, from its bounds and, for the l2-max strategies, from its norms."""
+def noise_scale(plan: PrivacyPlan, step: int, facts: StepFacts, sigma: float | None = None) -> NoiseScale:
+    """The scale of one step's noise, from its bounds and, for the l2-max strategies, from its norms.
+
+    ``sigma``: that of a rule which adapts it to releases; None: the plan's.
+    """
     rule = SENSITIVITY_RULES[plan.sensitivity_rule]
     sensitivity = rule.values(facts)
     if plan.fixed_variance:
-        sigma = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
-        return NoiseScale(facts.bounds, sensitivity, sigma, (plan.varsigma,) * len(sensitivity), public=True)
-    sigma = plan.sigma(step)
+        constant = plan.varsigma / max(max(sensitivity), _SMALLEST_SENSITIVITY)
+        return NoiseScale(facts.bounds, sensitivity, constant, (plan.varsigma,) * len(sensitivity), public=True)
+    sigma = plan.sigma(step) if sigma is None else sigma
     return NoiseScale(facts.bounds, sensitivity, sigma, tuple(sigma * s for s in sensitivity), rule.public)
 
 
@@ -105,7 +109,8 @@ class Releaser:
     """Turns sums of clipped gradients into noised means: how much noise, the record of it, and the noise itself.
 
     The normaliser is the public expected batch size. Over several ranks, each adds the noise of the parameters it owns
-    before all are added up; where S is a function of the batch the sum comes first, and all ranks add the same noise.
+    before all are added up; where S is a function of the batch, or noise lies on a lattice, the sum comes first, and
+    all ranks add the same noise.
     """
 
     def __init__(
@@ -118,13 +123,19 @@ class Releaser:
         sample_rate: float,
         batch_size: float,
         ranks: Ranks,
+        on_lattice: bool = False,
     ) -> None:
-        """``parameters`` in the order of the groups, which is the order in which they get their noise."""
+        """``parameters`` in the order of the groups, which is the order in which they get their noise.
+
+        ``on_lattice``: the sums are rounded to a lattice and their noise drawn on it (noise/lattice.py), on the CPU.
+        """
         self.plan, self.rule, self.groups, self.parameters = plan, rule, groups, parameters
         self.sample_rate, self.batch_size, self.ranks = sample_rate, batch_size, ranks
         first = next(iter(parameters.values()))
         self.device, self._sharded = first.device, is_sharded(first)
-        self._noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public
+        self._on_lattice = on_lattice
+        self._noise_first = SENSITIVITY_RULES[plan.sensitivity_rule].public and not on_lattice
+        self._sizes = [sum(parameters[name].numel() for name in group.parameters) for group in groups]
 
     def of_every_parameter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """In the order of the noise. A parameter without a sum counts as zero and gets noise like the others: which
@@ -143,7 +154,7 @@ class Releaser:
         facts = StepFacts(self.rule.bounds(step), stats, self.groups, sums, self.batch_size)
         if self._sharded:
             facts = facts._replace(of_all=self.ranks.summed)
-        scale = noise_scale(self.plan, step, facts)
+        scale = noise_scale(self.plan, step, facts, self.rule.sigma(step))
         side = self.rule.side_releases(stats, noise)
         release = record(
             step,
@@ -154,6 +165,7 @@ class Releaser:
             sample_rate=self.sample_rate,
             batch_size=self.batch_size,
             nonce=noise.nonce,
+            chosen_from=self.rule.chosen_from,
         )
         return Measured(scale, side, release)
 
@@ -161,18 +173,31 @@ class Releaser:
     def add_noise(self, sums: Mapping[str, Tensor], scale: NoiseScale, noise: NoiseSource) -> None:
         """In place: sums of clipped gradients, over all ranks, become noised means."""
         grads = [local_shard(total) for total in sums.values()] if self._sharded else list(sums.values())
-        stds = [std for group, std in zip(self.groups, scale.stds, strict=True) for _ in group.parameters]
+        stds = [std for group, std in zip(self.groups, self._drawn(scale), strict=True) for _ in group.parameters]
         if self._sharded:
             shards = [_shard(parameter) for parameter in self.parameters.values()]
-            noise.add_to_shards(grads, stds, shards, divide_by=self.batch_size)
+            if self._on_lattice:
+                noise.add_on_lattice(grads, stds, divide_by=self.batch_size, shards=shards)
+            else:
+                noise.add_to_shards(grads, stds, shards, divide_by=self.batch_size)
             return
         owned = self.ranks.owned(grads) if self._noise_first else slice(0, len(grads))
-        if self.rule.whitening is None:
+        if self.rule.whitening is None and self._on_lattice:
+            noise.add_on_lattice(grads, stds, divide_by=self.batch_size)
+        elif self.rule.whitening is None:
             noise.add_to(grads, stds, divide_by=self.batch_size, owned=owned)
         else:
-            _whitened_noise(list(sums), grads, stds, self.batch_size, noise, self.rule, owned)
+            on_lattice = self._on_lattice
+            _whitened_noise(list(sums), grads, stds, self.batch_size, noise, self.rule, owned, on_lattice=on_lattice)
         if self._noise_first:
             self.ranks.add_up(grads)
+
+    def _drawn(self, scale: NoiseScale) -> Sequence[float]:
+        """The standard deviation of each group's noise: on a lattice wider than recorded, so that the record holds."""
+        if not self._on_lattice:
+            return scale.stds
+        of_groups = zip(scale.stds, scale.bounds, self._sizes, strict=True)
+        return [widened(std, sensitivity=bound, coordinates=size) for std, bound, size in of_groups]
 
     def learn(self, measured: Measured, noised: Mapping[str, Tensor]) -> None:
         """Bounds adapt to what was released."""
@@ -195,6 +220,7 @@ def record(
     batch_size: float,
     side: tuple[AuxiliaryRelease, ...] = (),
     nonce: str | None = None,
+    chosen_from: Mapping[str, Any] | None = None,
 ) -> Release:
     """The record of a step that was noised by ``scale``."""
     return Release(
@@ -210,6 +236,7 @@ def record(
         scale_is_public=scale.public,
         side=side,
         nonce=nonce,
+        chosen_from=None if chosen_from is None else dict(chosen_from),
     )
 
 
@@ -222,6 +249,8 @@ def _whitened_noise(
     noise: NoiseSource,
     rule: BoundRule,
     owned: slice,
+    *,
+    on_lattice: bool,
 ) -> None:
     """Noise in whitened coordinates: scaled back like the sums, and the centre put back on, by who adds the noise."""
     assert rule.whitening is not None
@@ -231,7 +260,10 @@ def _whitened_noise(
             noise.pass_over([grad])
             grad.div_(batch_size)
             continue
-        draw = noise.wide_normal_like(grad) * rule.whitening[name][1]
-        total = (at_least_float32(grad) + std * draw) / batch_size
+        spread = rule.whitening[name][1]
+        if on_lattice:
+            total = noised(grad, noise.lattice_draws(grad.shape), std * spread.double(), divide_by=batch_size)
+        else:
+            total = (at_least_float32(grad) + std * (noise.wide_normal_like(grad) * spread)) / batch_size
         shift = rule.shift(name)
         grad.copy_(total if shift is None else total + shift)

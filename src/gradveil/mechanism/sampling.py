@@ -165,10 +165,12 @@ class PrivateLoader:
         hand_out: Callable[[Ticket, int, Any], None] | None = None,
         like: DataLoader[Any] | None = None,
         parts: Callable[[int], int] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """``start`` gives the number of a loop, with which ``hand_out`` is told of its batches.
 
         ``parts``: from the parts that a batch has here to those that are handed out, of which the last are empty.
+        ``stopped``: whether the run ends after the last batch that was handed out whole.
         """
         if physical_batch_size is not None and (
             physical_batch_size < 1 or physical_batch_size != int(physical_batch_size)
@@ -179,6 +181,7 @@ class PrivateLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self._span, self._start, self._finish, self._hand_out = span, start, finish, hand_out
+        self._stopped = stopped
         self._batches = _Batches(draw, span, physical_batch_size, parts)
         collate = like.collate_fn if like is not None else default_collate
         self._tensors: tuple[torch.Tensor, ...] | None = None
@@ -222,9 +225,14 @@ class PrivateLoader:
         return self._handed_out(batches, self._batches.tickets, loop)
 
     def _handed_out(self, batches: Iterator[Any], tickets: deque[Ticket], loop: int) -> Iterator[Any]:
+        whole = True  # no part of the last batch is still to come
         for batch in batches:
+            if whole and self._stopped():
+                break
+            ticket = tickets.popleft()
+            whole = ticket.last
             if self._hand_out is not None:
-                self._hand_out(tickets.popleft(), loop, batch)
+                self._hand_out(ticket, loop, batch)
             yield batch
         if self._finish is not None:
             self._finish()

@@ -2,10 +2,10 @@
 
 A strategy says, in four words, where a step's privacy parameters come from:
 
-- bounds, what an example is clipped by: none, constant, decay, private-quantile, private-estimate, per-coordinate; or
-  normalised, by nothing
+- bounds, what an example is clipped by: none, constant, decay, private-quantile, private-estimate, per-coordinate,
+  adaptive; or normalised, by nothing
 - sensitivity, what sigma is scaled with: none, clip, l2max
-- noise, how sigma moves: none, constant, decay
+- noise, how sigma moves: none, constant, decay; or adaptive, by a rule that is given what was released before
 - guarantee, which follows from the three: proved, paper-only, none
 
 A user adds one with :func:`register`; nothing else has to change. The guarantee is derived, never
@@ -30,17 +30,27 @@ from typing import Any, Literal
 
 from gradveil.errors import ConfigError, ScheduleError, UnknownNameError
 from gradveil.mechanism import schedules
+from gradveil.mechanism.adaptive import RANGE, AdaptiveRule, SignalRule, check_rule
 from gradveil.mechanism.records import Guarantee
 from gradveil.mechanism.schedules import Constant, Schedule
 
 Reading = Literal["example", "batch"]
 READINGS: tuple[Reading, ...] = ("example", "batch")
 
-BOUNDS = ("none", "constant", "decay", "private-quantile", "private-estimate", "per-coordinate", "normalised")
+BOUNDS = (
+    "none",
+    "constant",
+    "decay",
+    "private-quantile",
+    "private-estimate",
+    "per-coordinate",
+    "normalised",
+    "adaptive",
+)
 _DECAYING = ("decay", "private-estimate")  # where the plan's clip moves: it is the bound itself, or its ceiling
 _UNIT = ("per-coordinate", "normalised")  # where an example's contribution is of norm 1, and there is no C
 SENSITIVITIES = ("none", "clip", "l2max")
-NOISES = ("none", "constant", "decay")
+NOISES = ("none", "constant", "decay", "adaptive")
 
 # Where a decay ends when the user names no end: the clip bound at half, the noise scale at 4/15
 # (15 to 4: the decay whose proved epsilon is the reference value of this project's tests).
@@ -52,7 +62,7 @@ SIGMA_DECAY = "exponential"
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One row of the table of strategies."""
+    """One row of the table of strategies. ``rule`` chooses noise and bounds where both are "adaptive"."""
 
     name: str
     bounds: str
@@ -60,11 +70,19 @@ class Strategy:
     noise: str
     summary: str
     source: str = ""
+    rule: AdaptiveRule | None = None
 
     def __post_init__(self) -> None:
         for field, known in (("bounds", BOUNDS), ("sensitivity", SENSITIVITIES), ("noise", NOISES)):
             if getattr(self, field) not in known:
                 raise UnknownNameError(f"{field} of a strategy", getattr(self, field), known)
+        if len({self.bounds == "adaptive", self.noise == "adaptive", self.rule is not None}) > 1:
+            raise ConfigError(
+                f"strategy {self.name!r} has bounds={self.bounds!r}, noise={self.noise!r} and rule={self.rule!r}: a "
+                "rule chooses both from what was released. Give bounds='adaptive', noise='adaptive' and a rule."
+            )
+        if self.rule is not None:
+            check_rule(self.rule)
         parts = (self.bounds, self.sensitivity, self.noise)
         if "none" in parts and set(parts) != {"none"}:
             raise ConfigError(
@@ -183,6 +201,18 @@ for _name, _bounds, _sensitivity, _noise, _summary, _source in (
     )
 
 
+register(
+    Strategy(
+        name="dyn-adaptive",
+        bounds="adaptive",
+        sensitivity="clip",
+        noise="adaptive",
+        summary="noise and clip bound follow the signal in released gradients, under a privacy filter",
+        rule=SignalRule(),
+    )
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
     """A strategy with its numbers: the public plan of a whole run, a pure function of the step."""
@@ -206,7 +236,8 @@ class PrivacyPlan:
 
     def to_plan(self) -> dict[str, Any]:
         """The public schedules as plain data, for the ledger's header."""
-        return {
+        least = {} if self.strategy.rule is None else {"sigma_least": self.sigma.start / RANGE}
+        return least | {
             "clip": self.clip.to_dict(),
             "sigma": self.sigma.to_dict(),
             "fixed_variance": self.fixed_variance,

@@ -16,11 +16,13 @@ from markupsafe import Markup, escape
 
 from gradveil.accounting import default_view, is_noised, paper_curve, proved_curve
 from gradveil.accounting._release_table import kinds, sigmas_of, steps_of
+from gradveil.accounting._rounding import at_most
 from gradveil.reports.facts import RunFacts
 
 POINTS = 200
 COLOURS = 8
 METHODS = ("BaseC", "AdvC", "OptC", "zCDP", "MA")  # the five of the paper
+_CURVE = 12  # points of the curve of the proved epsilon: each is a composition
 _MARKS = 10  # markers per line: enough to tell lines apart without colour
 _WIDTH, _HEIGHT = 330, 218
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 30, 42
@@ -194,6 +196,11 @@ def line_chart(lines: Sequence[Line], *, ident: str, title: str, x: str, y: str,
     return Markup("".join([*body, "</svg>"]))
 
 
+def _read(name: str, value: float) -> str:
+    """A coordinate in print; of a proved epsilon never less than it is."""
+    return at_most(value) if "epsilon" in name else f"{value:.6g}" if name == "step" else f"{value:.4g}"
+
+
 def _drawn(line: Line, across: _Scale, up: _Scale, x: str, y: str) -> str:
     kept = thinned(len(line.x))
     path, dots, pen_down = [], [], False
@@ -207,7 +214,7 @@ def _drawn(line: Line, across: _Scale, up: _Scale, x: str, y: str) -> str:
         path.append(f"{'L' if pen_down else 'M'}{px:.1f} {py:.1f}")
         pen_down = True
         if i in marked:
-            told = escape(f"{line.name}: {y} {line.y[i]:.4g} at {x} {line.x[i]:.6g}")
+            told = escape(f"{line.name}: {y} {_read(y, line.y[i])} at {x} {_read(x, line.x[i])}")
             shape = _SHAPES[line.style % len(_SHAPES)]
             dots.append(
                 f'<path class="dot" transform="translate({px:.1f} {py:.1f})" d="{shape}"><title>{told}</title></path>'
@@ -301,12 +308,12 @@ _NOISE_NOTE = (
 )
 _SPENT_NOTE = (
     "Computed from the ledger, after each step taken: what is spent if it was fixed in advance to stop there. A run "
-    "that stopped early may be charged for more, see its statement. The proved curve is that of RDP, which is quick "
-    "enough for every step; the statement's PLD is tighter. The published curves are not guarantees."
+    "that stopped early may be charged for more, see its statement. The proved curve is by the statement's accountant, "
+    "at some of the steps. The published curves are not guarantees."
 )
 _UTILITY_NOTE = (
-    "As noted while training. The loss is computed from the training data, and no epsilon covers it: think before this "
-    "page leaves the house."
+    "As noted while training. The loss is computed from the training data, and no epsilon covers it: check with your "
+    "privacy team before sharing this page."
 )
 
 
@@ -378,6 +385,17 @@ def _against(run: RunFacts, epsilon: Points) -> Points:
     return [e for e, _ in kept], [v for _, v in kept]
 
 
+def _looked_at(run: RunFacts) -> list[int]:
+    """After how many releases epsilon is computed: at some of the looks, after the first release and the last."""
+    assert run.contents is not None
+    total = len(run.contents.charged())
+    after = {release.step + 1: i + 1 for i, release in enumerate(run.contents.releases)}
+    looks = [after[int(step)] for step in _looks(run, "accuracy")[0] if int(step) in after]
+    even = [1 + i * (total - 1) // (_CURVE - 1) for i in range(_CURVE)]
+    chosen = [looks[i] for i in thinned(len(looks), _CURVE)] if looks else even
+    return sorted({1, total, *chosen})
+
+
 def _spent(run: RunFacts) -> _Spent:
     if run.contents is None or run.statement is None:
         return _Spent(proved=_NOTHING, why_not="no ledger that holds.", published={})
@@ -387,11 +405,8 @@ def _spent(run: RunFacts) -> _Spent:
     if not releases:
         return _Spent(proved=_NOTHING, why_not="nothing was released yet.", published={})
     proved = run.statement.proved
-    neighbours, _ = default_view(header.sampling)
-    curve = proved_curve(header, releases, neighbours=neighbours)
-    if curve.reason is not None and math.isfinite(proved.epsilon):  # drawn with replacement: there is no RDP
-        at = [i + 1 for i in thinned(len(releases), 8)]
-        curve = proved_curve(header, releases, neighbours=neighbours, accountant="PLD", at=at)
+    neighbours, accountant = default_view(header.sampling)
+    curve = proved_curve(header, releases, neighbours=neighbours, accountant=accountant, at=_looked_at(run))
     published: dict[str, Points] = {}
     if is_noised(header, releases) and not must_withhold(run):
         found = paper_curve(sigmas_of(releases), header.sample_rate, proved.delta, methods=METHODS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.mechanism.records import RunHeader
 from gradveil.reports.charts import label, must_withhold
 from gradveil.reports.facts import PICTURES, RunFacts
@@ -135,6 +136,9 @@ def _stopping(run: RunFacts) -> Item:
     if header.stopping == "public":
         told = "When to stop was declared to depend on nothing computed from the private data. Nothing here shows that."
         return _item("Stopping rule", "open", told)
+    if proved.filter is not None:
+        told = f"Training may stop on released values: charged the whole budget of a {proved.filter['theorem']}."
+        return _item("Stopping rule", "satisfied", told)
     if proved.at_budget:
         told = f"Held to its budget, and charged for the {proved.steps_charged} steps that it affords, taken or not."
         return _item("Stopping rule", "satisfied", told)
@@ -161,11 +165,15 @@ def _always(run: RunFacts) -> Iterable[Item]:
             else "None was recorded.",
         )
         yield _seeds(run)
+        covered = run.contents is not None and is_covered(run.contents.header)
         yield _item(
             "Floating point",
-            "open",
-            "The noise is drawn in finite precision and is Gaussian only nearly; what its last bits tell is "
-            "not covered.",
+            "satisfied" if covered else "open",
+            "What is released lies on a public lattice, and how far the noise on it is from Gaussian is charged in "
+            "addition to delta; that float32 arithmetic moves sums of clipped gradients by little is assumed."
+            if covered
+            else "The noise is drawn in finite precision and is Gaussian only nearly; what its last bits tell is not "
+            "covered.",
         )
         yield _item("Side channels", "open", "Such as the time a step takes: not covered.")
     yield _access(run)

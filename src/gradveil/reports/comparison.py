@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gradveil.accounting._rounding import at_least, at_most
 from gradveil.reports.facts import RunFacts
 
 HEADINGS = {
@@ -61,7 +62,7 @@ def row_of(run: RunFacts) -> dict[str, Any]:
 
 def shown(row: dict[str, Any]) -> list[str]:
     """The row in words, in the order of ``HEADINGS``."""
-    return [_words(row[name]) for name in HEADINGS]
+    return [_rounded(name, row[name]) for name in HEADINGS]
 
 
 _SPENT = ("eps proved", "published (MA)", "audited")
@@ -71,7 +72,7 @@ BRIEF = ("run", "strategy", "state", "accuracy", *_SPENT, "noise std", "attack",
 def brief(row: dict[str, Any]) -> list[str]:
     """The row for a terminal, in the order of ``BRIEF``: what belongs together in one column."""
     state = str(row["state"]).partition(",")[0]
-    spent = [_words(row[f"epsilon_{kind}"]) for kind in ("proved", "as_published")]
+    spent = [_rounded(name, row[name]) for name in ("epsilon_proved", "epsilon_as_published")]
     spent.append(_audited(row))
     noise = "-" if row["noise_std_first"] is None else f"{row['noise_std_first']:.3g} to {row['noise_std_last']:.3g}"
     attack = "not run"
@@ -85,10 +86,19 @@ def _audited(row: dict[str, Any]) -> str:
     """The lower bound, and of what it is where that is not the whole run, which the other epsilons are of."""
     if row["epsilon_audited"] is None:
         return "-"
-    told = f">= {_words(row['epsilon_audited'])}"
+    told = f">= {_rounded('epsilon_audited', row['epsilon_audited'])}"
     if row["audited_unit"] == "a whole run":
         return told
-    return f"{told} in {row['audited_unit']} (proved {_words(row['epsilon_proved_of_audited'])})"
+    of = "epsilon_proved_of_audited"
+    return f"{told} in {row['audited_unit']} (proved {_rounded(of, row[of])})"
+
+
+_SAFE_SIDE = {"epsilon_proved": at_most, "epsilon_proved_of_audited": at_most, "epsilon_audited": at_least}
+
+
+def _rounded(name: str, value: Any) -> str:
+    """In words; an upper bound is never rounded down, a lower one never up."""
+    return _SAFE_SIDE[name](value) if name in _SAFE_SIDE and isinstance(value, float) else _words(value)
 
 
 def _words(value: Any) -> str:

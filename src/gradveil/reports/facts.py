@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,8 +21,10 @@ from gradveil._files import number_or_none
 from gradveil.accounting import Statement, statement_of
 from gradveil.accounting._checks import trusted
 from gradveil.accounting.ledger import Contents
+from gradveil.accounting.manifest import BAD, FileState, bound_files, file_states, settings_of
 from gradveil.errors import DataError, GradveilError, LedgerError, RunDirectoryError
 from gradveil.training.config import RunConfig, read_toml
+from gradveil.training.recorded import contradictions
 from gradveil.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ATTACKS, AUDIT = "attacks", "audit.json"
-RESULT, PICTURES, SECRET = "result.json", "pictures.npz", "secret.json"  # the last two for the owner only
+RESULT = "result.json"
+PICTURES, FRAMES, SECRET = "pictures.npz", "frames.png", "secret.json"  # for the owner only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,7 @@ class RunFacts:
     ledger_problem: str | None
     attacks: Sequence[AttackFacts]
     audit: Mapping[str, Any] | None
+    own: Mapping[str, Any] | None = None  # config.toml of an engine's own run
     problems: Sequence[str] = field(default=())  # of other files, in words
     statement: Statement | None = None  # from the ledger, the audit beside it; None where that cannot be trusted
     writer: str | None = None  # the process that is writing to the run, in words: it is still running
@@ -98,6 +103,14 @@ class RunFacts:
         if self.contents is not None:
             return self.contents.header.strategy
         return self.config.strategy if self.config is not None else "unknown"
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What was said about the run (purpose, data, unit, tuning, sign_off), in its ledger or else in config.toml."""
+        told = None if self.contents is None else (settings_of(self.contents) or {}).get("about")
+        if told is None:
+            told = (self.own or {}).get("about") if self.config is None else self.config.about
+        return {str(k): str(v) for k, v in told.items()} if isinstance(told, Mapping) else {}
 
     @property
     def is_private(self) -> bool:
@@ -125,6 +138,27 @@ class RunFacts:
         looks = [m["accuracy"] for m in self.metrics if m.get("accuracy") is not None]
         return float(looks[-1]) if looks else None
 
+    @cached_property
+    def files(self) -> Sequence[FileState]:
+        """Every file of the run directory, and whether the ledger binds it; empty without a ledger that holds."""
+        return () if self.contents is None else file_states(self.path, self.contents)
+
+    def bound(self, path: Path) -> bool:
+        """Whether a file of the run directory is one that the ledger names."""
+        name = path.relative_to(self.path).as_posix()
+        return any(file.path == name and file.state == "bound" for file in self.files)
+
+    @cached_property
+    def contradictions(self) -> Sequence[str]:
+        """What the files of the run say against its ledger, in sentences: it was cut, rewritten or mixed up."""
+        if self.contents is None:
+            return ()
+        changed = [f"{file}." for file in self.files if file.state in BAD]
+        steps = [int(path.stem[5:]) for path in RunDirectory(self.path).list_checkpoints() if path.stem[5:].isdecimal()]
+        return changed + contradictions(
+            self.contents, config=self.config, metrics=self.metrics, checkpoint=max(steps, default=0)
+        )
+
     @property
     def proved(self) -> float | None:
         """The proved epsilon; infinite where nothing is proved, None where there is no ledger to prove it from."""
@@ -140,6 +174,20 @@ class RunFacts:
         """What the audited epsilon may not exceed: what is proved for the same, a step or a run; None: not known."""
         own = None if self.audit is None else number_or_none(self.audit.get("epsilon_proved"))
         return self.proved if own is None else own
+
+    def misfit(self, attack: AttackFacts) -> str | None:
+        """Why an attack was not one on what this run released; None if it was, as far as its settings say."""
+        if self.contents is None:
+            return None
+        header, settings = self.contents.header, attack.trial["settings"]
+        pairs = {"strategy": header.strategy, "steps": header.steps, "training_batch": header.expected_batch_size}
+        if header.guarantee != "none":
+            pairs |= {name: header.plan.get(name, {}).get("start") for name in ("clip", "sigma")}
+            pairs["clipping"] = "flat" if header.groups == ("all",) else "per-layer"
+        for name, recorded in pairs.items():
+            if isinstance(settings.get(name), str | int | float) and settings[name] != recorded:
+                return f"it was tried with {name} = {settings[name]}, and the run has {recorded}"
+        return None
 
     @property
     def strongest(self) -> AttackFacts | None:
@@ -157,10 +205,12 @@ def read_run(path: Path) -> RunFacts:
             "gradveil train wrote, or the run_dir of a PrivacyEngine."
         )
     problems: list[str] = []
-    config = None
+    config, own = None, None
     if run.config.exists():
         try:
-            config = RunConfig.check(read_toml(run.config))
+            told = read_toml(run.config)
+            own = told if isinstance(told.get("engine"), dict) else None  # of an engine around somebody's own loop
+            config = RunConfig.check(told) if own is None else None
         except GradveilError as error:
             problems.append(f"config.toml: {error}")
     writer = run.writer()
@@ -175,6 +225,7 @@ def read_run(path: Path) -> RunFacts:
     return RunFacts(
         path=path,
         config=config,
+        own=own,
         environment=_noted(problems, lambda: _optional(run.environment), {}),
         metrics=run.read_metrics(problems, running=writer is not None),
         contents=contents,
@@ -193,7 +244,9 @@ def _ledger(run: RunDirectory) -> tuple[Contents | None, str | None]:
         begun = run.metrics.exists() or bool(run.list_checkpoints())
         return None, "ledger.jsonl is missing: what was released is not known." if begun else None
     try:
-        return run.verified_ledger(), None
+        contents = run.verified_ledger()
+        bound_files(contents)  # lines that name files must make sense
+        return contents, None
     except (LedgerError, RunDirectoryError) as error:
         return None, str(error)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gradveil import __version__
-from gradveil.errors import DataError
+from gradveil.accounting._rounding import at_least, at_most
+from gradveil.accounting.manifest import settings_of
+from gradveil.accounting.tradeoff import Tradeoff, tradeoff
 from gradveil.reports.charts import WITHHELD, figures, mark, must_withhold
 from gradveil.reports.checklist import Item, checklist, not_tested
 from gradveil.reports.comparison import HEADINGS, row_of, shown
-from gradveil.reports.facts import AttackFacts, RunFacts
+from gradveil.reports.facts import RunFacts
+from gradveil.reports.reconstructions import Row, Trial, number, trial_of
+from gradveil.reports.verdicts import ABOUT, GLOSSARY, Plain, percent, plain
 from gradveil.training.run_directory import write_whole
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from gradveil.accounting import ProvedEpsilon
 
 _HERE = Path(__file__).parent
@@ -48,6 +51,22 @@ _AUDIT = {
     "trials": "trials",
     "tests": "tests that share the confidence",
     "threat_model": "the auditor",
+}
+
+
+# Of the table: those of the comparison that tell runs apart, and two that are only here.
+_COLUMNS = {
+    "run": "run",
+    "strategy": "strategy",
+    "steps": "steps",
+    "accuracy": "accuracy",
+    "epsilon_proved": "epsilon, proved",
+    "mu": "mu",
+    "found": "found at 1 % FPR",
+    "epsilon_as_published": "published (MA)",
+    "epsilon_audited": "audited, at least",
+    "attack_psnr": "attack, dB",
+    "attack_success": "beats guessing",
 }
 
 
@@ -82,7 +101,8 @@ def render(runs: Sequence[RunFacts], *, examples: int = 0, title: str | None = N
         "examples": examples,
         "trials": trials,
         "iterations": sorted({frame.at for trial in trials for row in trial.rows for frame in row.frames}),
-        "headings": HEADINGS,
+        "headings": _COLUMNS,
+        "glossary": GLOSSARY,
         "groups": figures(list(zip(labels, runs, strict=True))),
         "general": _general(runs),
     }
@@ -112,36 +132,6 @@ def _sound(run: RunFacts) -> RunFacts:
     return run
 
 
-def at_most(value: float) -> str:
-    """A bound in four digits, rounded up: what is written is proved too.
-
-    >>> at_most(1.11601), at_most(1.5), at_most(float("inf")), at_most(12345.6)
-    ('1.117', '1.5', 'infinite', '12350')
-    """
-    if not math.isfinite(value):
-        return "infinite"
-    if value <= 0:
-        return "0"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
-    up = math.ceil(value / unit - 1e-9) * unit
-    return f"{up:.4g}" if up < 1e4 else f"{up:.0f}"
-
-
-def number(value: object, digits: int = 4) -> str:
-    """A number from a file, in words; a dash where there is none.
-
-    >>> number(1e-5), number(None), number(float("inf"))
-    ('1e-5', '-', 'infinite')
-    """
-    if value == "inf":
-        return "infinite"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "-" if value is None else str(value)
-    if not math.isfinite(value):
-        return "infinite"
-    return re.sub(r"e([+-])0", r"e\1", f"{value:.{digits}g}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """``kind`` is one of: proved, nothing proved, ledger invalid, not private, nothing released."""
@@ -150,33 +140,6 @@ class Verdict:
     sentence: str
     meaning: str
     because: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Frame:
-    at: int  # iteration
-    name: str
-    image: str  # a data URI
-    psnr: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One victim."""
-
-    original: _Frame
-    frames: Sequence[_Frame]
-    found: _Frame
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trial:
-    run: str
-    style: int
-    attack: AttackFacts
-    figures: Sequence[tuple[str, str]]
-    rows: Sequence[_Row]
-    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +184,58 @@ class _Shown:
             f"{proved.neighbours}: proved.",
             meaning=meaning,
         )
+
+    @property
+    def plain(self) -> Plain:
+        return plain(self.run)
+
+    @cached_property
+    def tradeoff(self) -> Tradeoff | None:
+        run = self.run
+        return None if run.contents is None else tradeoff(run.contents.header, run.contents.charged())
+
+    @property
+    def rates(self) -> list[tuple[str, str]]:
+        """What any test for one example can do, beside epsilon."""
+        if self.tradeoff is None:
+            return []
+        rates = self.tradeoff.true_positive_rates
+        return [
+            ("mu, Gaussian DP", at_most(self.tradeoff.mu, digits=3)),
+            ("found at 1 % false positives", f"at most {percent(rates[0.01])}"),
+            ("found at 0.1 % false positives", f"at most {percent(rates[0.001])}"),
+        ]
+
+    @property
+    def about(self) -> list[tuple[str, str]]:
+        told = self.run.about
+        others = [(name.replace("_", " "), text) for name, text in told.items() if name not in ABOUT]
+        return [(words, told.get(name) or "not stated") for name, words in ABOUT.items()] + others
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Which files the ledger binds, by state."""
+        states = dict.fromkeys(file.state for file in self.run.files)
+        return [
+            (state, ", ".join(f.path for f in self.run.files if f.state == state))
+            for state in states
+            if state != "left out"
+        ]
+
+    @property
+    def settings(self) -> str:
+        """As the ledger records them."""
+        told = None if self.run.contents is None else settings_of(self.run.contents)
+        if told is not None:
+            return json.dumps(told, indent=1, ensure_ascii=False)
+        return "" if self.run.config is None else self.run.config.to_toml()
+
+    def first_picture(self, examples: int) -> Row | None:
+        """Of the strongest attack: the first victim, and what came back of it."""
+        strongest = self.run.strongest
+        if not examples or strongest is None:
+            return None
+        return next(iter(trial_of(self.label, self.style, strongest, 1).rows), None)
 
     @property
     def state(self) -> str:
@@ -281,11 +296,11 @@ class _Shown:
         if audit is None:
             return []
         kept = [
-            (words, number(audit[name]))
+            (words, _bounded(audit[name], at_most) if name == "epsilon_proved" else number(audit[name]))
             for name, words in _AUDIT.items()
             if isinstance(audit.get(name), str | int | float)
         ]
-        return [("epsilon is at least", number(audit.get("epsilon_lower_bound"))), *kept]
+        return [("epsilon is at least", _bounded(audit.get("epsilon_lower_bound"), at_least)), *kept]
 
     @property
     def fault(self) -> str:
@@ -301,12 +316,18 @@ class _Shown:
         row = row_of(self.run) | {"run": self.label}
         if self.withheld:
             row["epsilon_as_published"] = None
-        words = dict(zip(HEADINGS, shown(row), strict=True)) | {"delta": number(row["delta"])}
-        if isinstance(row["epsilon_proved"], float):
-            words["epsilon_proved"] = at_most(row["epsilon_proved"])
+        row["mu"] = None if self.tradeoff is None else self.tradeoff.mu
+        row["found"] = None if self.tradeoff is None else self.tradeoff.true_positive_rates[0.01]
+        words = dict(zip(HEADINGS, shown(row), strict=True))
+        words["mu"] = "-" if row["mu"] is None else at_most(row["mu"], digits=3)
+        words["found"] = "-" if row["found"] is None else percent(row["found"])
+        if row["attack"] is not None:
+            words["attack_psnr"] = f"{row['attack_psnr']:.1f} by {row['attack']} (guess {words['attack_guess_psnr']})"
         if isinstance(row["attack_success"], float):
             words["attack_success"] = f"{row['attack_success']:.0%}"
-        return [(words[name], "" if row[name] is None else str(row[name])) for name in HEADINGS]
+        if row["epsilon_audited"] is not None and row["audited_unit"] != "a whole run":
+            words["epsilon_audited"] += f" of {row['audited_unit']}"
+        return [(words[name], "" if row[name] is None else str(row[name])) for name in _COLUMNS]
 
     @property
     def checklist(self) -> list[Item]:
@@ -316,8 +337,8 @@ class _Shown:
     def not_tested(self) -> list[str]:
         return not_tested(self.run)
 
-    def trials(self, examples: int) -> list[_Trial]:
-        return [_trial(self, attack, examples) for attack in self.run.attacks]
+    def trials(self, examples: int) -> list[Trial]:
+        return [trial_of(self.label, self.style, attack, examples) for attack in self.run.attacks]
 
     @property
     def reproduce(self) -> list[tuple[str, str]]:
@@ -331,6 +352,12 @@ class _Shown:
             found.append(("ledger", f"{run.contents.length} lines, head {run.contents.head}"))
             found.append(("ledger written by gradveil", run.contents.header.gradveil_version or "an unknown version"))
         return found + [(name.replace("_", " "), str(value)) for name, value in told.items() if "seed" not in name]
+
+
+def _bounded(value: object, printed: Callable[[float], str]) -> str:
+    """A bound from a file, rounded to the safe side."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return printed(float(value)) if is_number else number(value)  # type: ignore[arg-type]
 
 
 def _bound(proved: ProvedEpsilon) -> dict[str, str]:
@@ -349,85 +376,3 @@ def _general(runs: Sequence[RunFacts]) -> Mapping[str, Any] | None:
     """The trust model and what no statement covers: the same for all runs, so that of one for which much is proved."""
     known = [run.statement for run in runs if run.statement is not None]
     return min(known, key=lambda statement: statement.proved.epsilon).to_dict() if known else None
-
-
-# ---- reconstructions
-
-
-def _trial(of: _Shown, attack: AttackFacts, examples: int) -> _Trial:
-    rows: Sequence[_Row] = ()
-    problem = ""
-    if examples:
-        try:
-            rows = list(_rows(attack, examples))
-        except (DataError, OSError, ValueError, KeyError, IndexError) as error:
-            problem = f"Its pictures cannot be read: {error}"
-        if not rows and not problem:
-            problem = "It kept no pictures."
-    return _Trial(run=of.label, style=of.style, attack=attack, figures=_figures(attack), rows=rows, problem=problem)
-
-
-def _figures(attack: AttackFacts) -> list[tuple[str, str]]:
-    result, settings, bound = attack.result, attack.trial["settings"], attack.trial.get("success_bound")
-    found = [("seen", f"{settings.get('view', '-')}, step {settings.get('step', '-')}")]
-    alone = settings.get("batch", 1) == 1
-    found.append(("victims", f"{settings.get('victims', '-')}, {'each alone' if alone else 'in batches'}"))
-    if attack.psnr is not None:
-        found.append(("PSNR, median", f"{attack.psnr:.1f} dB{_interval(result.get('psnr_median_interval'))}"))
-        found.append(("best guess without it", f"{number(result.get('guess_psnr_median'), 3)} dB"))
-        found.append(("nearest 5 % of victims", f"{number(result.get('psnr_worst_5_percent'), 3)} dB"))
-    elif "wrong_median" in result:
-        found.append(
-            ("wrong features, median", f"{number(result['wrong_median'])} of {number(result.get('features'))}")
-        )
-        found.append(("best guess without it", f"{number(result.get('guess_wrong_median'))} wrong"))
-    found.append(("beats guessing by 6 dB", _share(result.get("success_rate"))))
-    found.append(("proved limit to that", "none" if bound is None else f"at most {_share(bound)}"))
-    found.append(("labels found", _share(result.get("labels_right"))))
-    return found
-
-
-def _share(value: object) -> str:
-    return f"{100 * value:.3g} %" if isinstance(value, int | float) and math.isfinite(value) else "-"
-
-
-def _interval(value: object) -> str:
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(v, int | float) for v in value):
-        return f" ({value[0]:.1f} to {value[1]:.1f})"
-    return ""
-
-
-def _rows(attack: AttackFacts, examples: int) -> Iterable[_Row]:
-    pictures = attack.pictures()
-    if "original" not in pictures or "found" not in pictures:
-        return
-    iterations = sorted(int(name.removeprefix("frame ")) for name in pictures if name.startswith("frame "))
-    alone = attack.trial["settings"].get("batch") == 1  # in a batch it is not known which reconstruction is whose
-
-    def frame(name: str, words: str, at: int, victim: int) -> _Frame:
-        near = _psnr(pictures[name][victim], pictures["original"][victim]) if alone and name != "original" else ""
-        return _Frame(at=at, name=words, image=_data_uri(pictures[name][victim]), psnr=near)
-
-    for victim in range(min(examples, len(pictures["original"]))):
-        yield _Row(
-            original=frame("original", "original", 0, victim),
-            frames=[frame(f"frame {i}", f"iteration {i}", i, victim) for i in iterations],
-            found=frame("found", "final", iterations[-1] if iterations else 0, victim),
-        )
-
-
-def _psnr(x: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> str:
-    error = float(((x - truth) ** 2).mean())
-    return f"{-10 * math.log10(error):.1f} dB" if error > 0 else "exact"
-
-
-def _data_uri(image: np.ndarray[Any, Any]) -> str:
-    """A (C, H, W) image in [0, 1] as PNG."""
-    import numpy as np
-    from PIL import Image
-
-    pixels = (255 * np.clip(image, 0, 1)).round().astype(np.uint8)
-    grey = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels.mean(0)
-    whole = io.BytesIO()
-    Image.fromarray(grey.astype(np.uint8)).save(whole, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(whole.getvalue()).decode()

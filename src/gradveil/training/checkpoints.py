@@ -1,7 +1,7 @@
 """What a checkpoint of training holds: weights, their average, optimizer and bound rule, as one safetensors file.
 
 Numbers of the optimizer that are no tensors, and what the engine tells of step and ledger, are its facts, kept beside
-it (rundir.py).
+it (run_directory.py).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +33,7 @@ DEFAULTS: dict[str, tuple[int, int]] = {
 
 # Settings that came later: written down where they are not at their defaults, so that the digest of every earlier
 # run, which its checkpoints carry, stays what it was.
-_LATER = ("features", "calibrated", "average", "views", "augment")
+_LATER = ("features", "calibrated", "average", "views", "augment", "noise", "accountant")
 
 
 class RunConfig(BaseModel):
@@ -41,7 +42,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     dataset: str = "digits"
-    features: Literal["none", "scattering", "balanced-scattering"] = "none"
+    features: Literal["none", "scattering", "balanced-scattering", "centred-scattering"] = "none"
     model: str = "auto"
     strategy: str = "baseline"
     # privacy
@@ -60,8 +61,10 @@ class RunConfig(BaseModel):
     sigma_end: float | None = None
     fixed_variance: bool = False
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    noise: Literal["auto", "lattice", "float"] = "auto"  # lattice: private in floating point too
     budget: float | None = None
     allow_unproved: bool = False
+    accountant: Literal["PLD", "filter"] | None = None  # None: the strategy's own
     # training
     steps: int | None = None
     batch_size: int | None = None
@@ -82,6 +85,7 @@ class RunConfig(BaseModel):
     evaluate_every: int | None = Field(default=None, ge=1)
     checkpoint_every: int | None = Field(default=None, ge=1)
     data_dir: str | None = None
+    about: dict[str, str] = Field(default_factory=dict)  # purpose, data, unit, tuning, sign_off: shown in the report
 
     def plan_settings(self) -> dict[str, Any]:
         """The public plan of the run: the arguments of :func:`gradveil.mechanism.strategies.parameters`."""
@@ -135,17 +139,18 @@ class RunConfig(BaseModel):
 
     def digest(self) -> str:
         """A hash of everything that can change a result; checkpoints carry it."""
-        free = ("data_dir", "device", "evaluate_every", "checkpoint_every", "physical_batch_size")
+        free = ("about", "data_dir", "device", "evaluate_every", "checkpoint_every", "physical_batch_size")
         fixed = {k: v for k, v in self.settings().items() if k not in free}
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
         """The text of config.toml."""
         settings = self.settings()
-        table = settings.pop("options", {})
+        tables = {name: settings.pop(name, {}) for name in ("options", "about")}
         lines = [f"{key} = {_toml(value)}" for key, value in settings.items()]
-        if table:
-            lines += ["", "[options]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+        for name, table in tables.items():
+            if table:
+                lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
 
@@ -180,6 +185,10 @@ def _check_views(config: RunConfig) -> None:
             f"features = {config.features!r} was given with augment = {augment!r} and views = {views}: features are "
             "computed once, before training. augment = 'flip' with views = 2 is what can be computed ahead."
         )
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from gradveil import __version__
 from gradveil.clipping.backends import cuda as kernels
 from gradveil.clipping.backends import layers, native
+from gradveil.engine import run_files
+from gradveil.engine.run_files import without_seed
 from gradveil.mechanism.distributed import ranks as processes
 from gradveil.training.config import RunConfig
+
+__all__ = ["captures", "environment", "without_seed"]
 
 
 def captures() -> bool:
@@ -29,22 +30,8 @@ def _cuda_status() -> str:
 
 def environment(config: RunConfig, command: Sequence[str]) -> dict[str, Any]:
     """Versions, machine, kernels and command of a run."""
-    import dp_accounting
-    import scipy
-
     cuda = config.device.startswith("cuda")
-    return {
-        "gradveil": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "dp_accounting": getattr(dp_accounting, "__version__", "unknown"),
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-        "clipping": _cuda_status() if cuda else native.status(),
-        "command": without_seed(command or sys.argv),
-    }
+    return run_files.environment(torch.device(config.device), command or sys.argv, _cuda_status() if cuda else None)
 
 
 def numerics(device: torch.device) -> dict[str, Any]:
@@ -82,20 +69,3 @@ def said(changes: Mapping[str, Mapping[str, Any]], *, seeded: bool) -> str:
         "A step that was released before and now differs will be refused: go on with --new-noise then, or resume under "
         "the conditions of before."
     )
-
-
-def without_seed(command: Sequence[str]) -> list[str]:
-    """A command line with the value of --seed taken out: whoever knows the seed can take the noise off.
-
-    >>> without_seed(["gradveil", "train", "--seed", "7", "--lr=1"])
-    ['gradveil', 'train', '--seed', '(kept in secret.json)', '--lr=1']
-    """
-    kept: list[str] = []
-    for word in command:
-        if kept and kept[-1] == "--seed":
-            kept.append("(kept in secret.json)")
-        elif word.startswith("--seed="):
-            kept.append("--seed=(kept in secret.json)")
-        else:
-            kept.append(word)
-    return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from gradveil.mechanism.distributed import ranks
 from gradveil.training import augment, data, features
 from gradveil.training.config import RunConfig
 from gradveil.training.data import DataSet
+
+_HELD_OUT_SEED = 5000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +63,30 @@ def inputs_of(config: RunConfig, loaded: DataSet) -> Inputs:
         y_test=loaded.y_test.to(device),
         views=views,
     )
+
+
+def hold_out(inputs: Inputs, count: int) -> Inputs:
+    """The same with ``count`` training examples, always the same ones, in place of the test set.
+
+    For choosing settings: the test set is then read once, for the figure that is published. What was held out takes
+    no part in training, so the population is smaller by ``count``.
+    """
+    total = len(inputs.y_train)
+    if not 0 < count < total:
+        raise ConfigError(f"{count} examples cannot be held out of {total}. Give a number between 1 and {total - 1}.")
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(_HELD_OUT_SEED))
+    kept, out = order[count:].sort().values, order[:count].sort().values
+    x, y, device = inputs.x_train, inputs.y_train, inputs.x_train.device
+    loaded = replace(
+        inputs.data,
+        x_train=inputs.data.x_train[kept],
+        y_train=inputs.data.y_train[kept],
+        x_test=inputs.data.x_train[out],
+        y_test=inputs.data.y_train[out],
+        note=f"{inputs.data.note}; {count} training examples held out",
+    )
+    kept, out = kept.to(device), out.to(device)
+    return replace(inputs, data=loaded, x_train=x[kept], y_train=y[kept], x_test=x[out], y_test=y[out])
 
 
 def computed_ahead(config: RunConfig) -> int:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from gradveil import __version__
-from gradveil.accounting import Statement, default_view, from_releases, proved_epsilon, statement_of
+from gradveil.accounting import Statement, default_view, from_releases, manifest, proved_epsilon, statement_of
 from gradveil.accounting.ledger import Contents
 from gradveil.engine import PrivacyEngine
 from gradveil.engine.cuda_graph import cuda_graph_step
@@ -45,7 +46,7 @@ from gradveil.training.run_directory import RunDirectory, write_whole
 
 @dataclass(frozen=True)
 class Epsilon:
-    """An epsilon on the way, and what kind it is: "proved" (RDP) or "as published" (MA)."""
+    """An epsilon on the way, and what kind it is: "proved (PLD)" or "as published" (MA)."""
 
     kind: str
     value: float
@@ -77,6 +78,7 @@ class Result:
     noise_std_first: float | None
     noise_std_last: float | None
     accuracy_unaveraged: float | None = None  # of the last weights, where ``accuracy`` is that of averaged ones
+    ledger_head: str | None = None  # the hash of the last line: who keeps it elsewhere notices a rewritten ledger
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -89,6 +91,7 @@ class Result:
             "noise_std_first": self.noise_std_first,
             "noise_std_last": self.noise_std_last,
             "accuracy_unaveraged": self.accuracy_unaveraged,
+            "ledger_head": self.ledger_head,
             "privacy": self.statement.to_dict(),
         }
 
@@ -173,11 +176,22 @@ def _begun(
         run.ledger.unlink()  # killed before the header was whole: nothing was released
     begun = bool(run.list_checkpoints()) or run.metrics.exists()
     contents = run.verified_ledger() if run.ledger.exists() or begun else None
+    if contents is not None:
+        _check_files(run, contents)
     if contents is not None and contents.header.seeded and stored_seed is None and not new_noise:
         raise RunDirectoryError(
             f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
         )
     return run, stored, stored_seed, contents
+
+
+def _check_files(run: RunDirectory, contents: Contents) -> None:
+    bad = [str(file) for file in manifest.file_states(run.path, contents) if file.state in manifest.BAD]
+    if bad:
+        raise RunDirectoryError(
+            f"{run.path} is not as its ledger says: {'; '.join(bad)}. A run keeps its settings and checkpoints as they "
+            "were written. Put the files back, or start a new run."
+        )
 
 
 def _finished(run: RunDirectory, contents: Contents) -> Result:
@@ -197,6 +211,7 @@ def _finished(run: RunDirectory, contents: Contents) -> Result:
         noise_std_first=max(releases[0].noise_std) if releases else None,
         noise_std_last=max(releases[-1].noise_std) if releases else None,
         accuracy_unaveraged=looked[-1].get("accuracy_unaveraged") if looked else None,
+        ledger_head=contents.head,
     )
 
 
@@ -210,6 +225,7 @@ class _Session:
     def __init__(self, config: RunConfig, seed: int | None, inputs: Inputs | None = None) -> None:
         self.config, self.seed, self.inputs = config, seed, inputs
         self.take_step: Callable[[Tensor, Tensor], Tensor] = self._eager_step
+        self._saved = -1  # the step of the newest checkpoint
         self.device = device_of(config.device)
         # A wrong setting is refused before any data is read. Where sigma is still to be found, any will do for that.
         any_noise = {"sigma": config.sigma_end or 1.0, "budget": config.budget} if config.awaits_sigma else {}
@@ -279,10 +295,12 @@ class _Session:
             "sampling": config.sampling,
             "clipping": config.clipping,
             "options": config.options,
+            "noise": config.noise,
             "views": config.views,
             # A run that was interrupted is charged for the steps it repeats: it still keeps to its target.
             "budget": config.budget if config.budget is not None else config.epsilon,
             "allow_unproved": config.allow_unproved,
+            "accountant": config.accountant,
             "stopping": "none" if config.stop_at_accuracy is None else config.stop_data,
             "seed": self._noise_seed(),
         }
@@ -342,6 +360,8 @@ class _Session:
         if checkpoint is not None:
             self._load(tensors, checkpoint.facts)
             self._note_changes(checkpoint.facts.get("environment"))
+        if self.ranks.is_first:
+            self._bind_settings()
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
         if self.device.type == "cuda" and captures() and not plain_together:
             self.take_step = cuda_graph_step(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
@@ -353,6 +373,15 @@ class _Session:
             self.engine.ledger.note("environment", changes)
             if self.ranks.is_first:
                 warnings.warn(said(changes, seeded=self.seed is not None), stacklevel=2)
+
+    def _bind_settings(self) -> None:
+        """Into the ledger, before the first step: the settings, and the files that were written already."""
+        ledger = self.engine.ledger
+        if not any(kind == "settings" for kind, _ in ledger.notes):
+            ledger.note("settings", self.config.settings())
+        for path in (self.run.config, self.run.environment):
+            if path.exists():
+                manifest.bind(ledger, path.name, path.read_bytes())
 
     # ---- the loop
 
@@ -422,10 +451,13 @@ class _Session:
                 away += time.perf_counter() - now
         except BudgetExhausted as reason:
             ended, exhausted = str(reason), True
+        if engine.stopped is not None:
+            ended = engine.stopped
         if not exhausted and self._reached(accuracy):
             ended = f"stopped at test accuracy {accuracy:.4f}, step {step} of {config.steps}"
         seconds = time.perf_counter() - started - away
-        self._save()
+        if self._saved != step:
+            self._save()
         engine.close(ended)
         taken = max(1, step - first_step)
         releases = engine.releases
@@ -441,6 +473,7 @@ class _Session:
             noise_std_first=max(releases[0].noise_std) if releases else None,
             noise_std_last=max(releases[-1].noise_std) if releases else None,
             accuracy_unaveraged=None if self.average is None else self._accuracy_of(self.model),
+            ledger_head=engine.ledger.head,
         )
 
     def _reached(self, accuracy: float | None) -> bool:
@@ -461,19 +494,21 @@ class _Session:
             torch.cuda.manual_seed(seed)
 
     def _epsilon_so_far(self) -> Epsilon | None:
-        """Of the steps taken, quick enough to watch: proved by RDP, or as published where nothing is proved.
+        """Of the steps taken, by the statement's accountant; as published where nothing is proved.
 
-        The statement's PLD is tighter. A run that stops before its last declared step is charged for more than this.
+        A run that stops before its last declared step is charged for more than this.
         """
         engine = self.engine
         if not engine.plan.strategy.is_private or not engine.releases:
             return None
-        neighbours, _ = default_view(engine.header.sampling)
+        if engine.header.plan.get("filter") is not None:  # charged from the first release on
+            return Epsilon("proved (filter)", proved_epsilon(engine.header, engine.releases).epsilon)
+        neighbours, accountant = default_view(engine.header.sampling)
         proved = proved_epsilon(
-            engine.header, engine.releases, neighbours=neighbours, accountant="RDP", charge="taken"
-        ).epsilon
-        if math.isfinite(proved):
-            return Epsilon("proved (RDP)", proved)
+            engine.header, engine.releases, neighbours=neighbours, accountant=accountant, charge="taken"
+        )
+        if math.isfinite(proved.epsilon):
+            return Epsilon(f"proved ({proved.accountant})", proved.epsilon)
         return Epsilon("as published", from_releases(engine.header, engine.releases)["MA"].epsilon)
 
     def accuracy(self) -> float:
@@ -528,8 +563,13 @@ class _Session:
         whole, facts = checkpoints.pack(*self._kept)
         facts |= {"config_digest": self.config.digest(), "gradveil": __version__}
         facts["environment"] = numerics(self.device)
+        self._saved = int(facts["step"])
         if self.ranks.is_first:
-            self.run.save_checkpoint(int(facts["step"]), whole, facts)
+            bind = partial(manifest.bind, self.engine.ledger)
+            self.run.save_checkpoint(int(facts["step"]), whole, facts, bind)
+            if self.run.metrics.exists():
+                bind(self.run.metrics.name, self.run.metrics.read_bytes())
+            self.engine.commit()
 
     def _load(self, whole: bytes, facts: Mapping[str, Any]) -> None:
         checkpoints.unpack(whole, facts, *self._kept)

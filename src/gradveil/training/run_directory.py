@@ -1,9 +1,9 @@
-"""The run directory: what lies where, and how it gets there whole.
+"""The run directory: which file is where, and how it gets there whole.
 
     runs/<name>/
       config.toml          the settings, without the seed
       environment.json     versions, machine, command (without the seed)
-      ledger.jsonl         every release (ledger.py)
+      ledger.jsonl         every release (accounting/ledger.py)
       metrics.jsonl        loss, accuracy, epsilon over the steps
       secret.json          mode 0600: the seed of a seeded run
       audit.json           what gradveil audit found, if it was run
@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 from gradveil import _files
 from gradveil.accounting import _run_lock
 from gradveil.accounting import ledger as ledgers
+from gradveil.accounting.files import write_whole as write_whole
 from gradveil.errors import DataError, LedgerError, RunDirectoryError
 
 KEEP_CHECKPOINTS = 2
@@ -35,38 +36,6 @@ _FACTS_LIMIT = 1 << 24  # bytes of a checkpoint's JSON
 _SECRET_LIMIT = 1 << 12
 _MOST_LOOKS = 100_000  # records of metrics.jsonl that are kept; of more, every second, fourth ... one
 _NO_SEED = "Put back the file as the run wrote it, or go on without the seed: gradveil train --resume RUN --new-noise"
-
-
-_SAFE = "Nothing else was changed: {mend} and try again."
-
-
-def write_whole(path: Path, data: bytes, mode: int = 0o644, *, what: str = "", then: str = _SAFE) -> None:
-    """Write a file so that it is there whole, and on disk, or not at all.
-
-    Where the operating system refuses, the error says ``what`` was being written, and ``then``: what is safe, and how
-    to go on.
-    """
-    try:
-        _write_whole(path, data, mode)
-    except OSError as error:
-        raise _files.explained(error, path, f"writing {what or path.name}", then) from None
-
-
-def _write_whole(path: Path, data: bytes, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode & ~_umask() if mode != 0o600 else mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_directory(path.parent)
 
 
 def _is_left_over(path: Path) -> bool:
@@ -86,20 +55,6 @@ def _is_left_over(path: Path) -> bool:
 def _facts_hash(facts: Mapping[str, Any]) -> str:
     rest = {k: v for k, v in facts.items() if k != "facts_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -205,18 +160,27 @@ class RunDirectory:
 
     # ---- checkpoints
 
-    def save_checkpoint(self, step: int, tensors: bytes, facts: Mapping[str, Any]) -> None:
+    def save_checkpoint(
+        self,
+        step: int,
+        tensors: bytes,
+        facts: Mapping[str, Any],
+        bind: Callable[[str, bytes], None] = lambda path, data: None,
+    ) -> None:
+        """``bind`` is told of each file, by its path in the run directory, before it is written."""
         stem, what, then = f"step-{step:08d}", f"the checkpoint of step {step}", self._go_on
         try:
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
-            raise _files.explained(error, self.checkpoints, "making the folder of checkpoints", self._go_on) from None
-        write_whole(self.checkpoints / f"{stem}.safetensors", tensors, what=what, then=then)
+            raise _files.explained(error, self.checkpoints, "making the folder of checkpoints", then) from None
         complete = {**facts, "step": step, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
         complete["tensors_bytes"] = len(tensors)
         complete["facts_sha256"] = _facts_hash(complete)
-        told = json.dumps(complete, indent=1).encode()
-        write_whole(self.checkpoints / f"{stem}.json", told, what=what, then=then)
+        files = {f"{stem}.safetensors": tensors, f"{stem}.json": json.dumps(complete, indent=1).encode()}
+        for name, data in files.items():
+            bind(f"{self.checkpoints.name}/{name}", data)
+        for name, data in files.items():
+            write_whole(self.checkpoints / name, data, what=what, then=then)
         for old in self.list_checkpoints()[:-KEEP_CHECKPOINTS]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)

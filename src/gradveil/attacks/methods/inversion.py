@@ -1,8 +1,9 @@
-"""Attacks that descend by Adam on inputs kept in [0, 1]: the clip-aware one, and the one by angle.
+"""Attacks that weigh what was seen against what is probable: the one that knows the defence, and the one by angle.
 
-    map         ours: clips its own dummy gradient as the defence does, weighs each layer by its known noise, adds a
-                total-variation prior (images); all observed steps jointly. The most probable input given what was
-                seen.
+    map         ours: the most probable input given what was seen. Clips its own dummy gradient as the defence does and
+                weighs each layer by its known noise, all observed steps jointly; the prior is the strongest that public
+                examples allow: Gaussians with full covariance (gaussian_prior.py), total variation where there are
+                none. Of a single example, what linear layers were fed with is read off first (features.py).
     inverting   cosine similarity and total variation, signed steps (Geiping et al. 2020)
 
 Both try several starts and keep, for every victim, the one with the smallest loss of their own.
@@ -11,22 +12,23 @@ Both try several starts and keep, for every victim, the one with the smallest lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.methods.base import FRAMES, Attack, Reconstruction, Watch, squared_differences
-from gradveil.attacks.methods.labels import infer_labels
+from gradveil.attacks.methods.features import feature_misfit, read_features
+from gradveil.attacks.methods.gaussian_prior import GaussianPrior, fit_gaussian
+from gradveil.attacks.methods.labels import infer_labels, last_linear
 from gradveil.attacks.methods.matching import ClipAwareMatching
+from gradveil.attacks.methods.whitened_search import LossWatch, Objective, posterior, search
 from gradveil.attacks.observation.gradients import model_at
 from gradveil.attacks.observation.replay import Replay
-from gradveil.attacks.observation.views import Observation, StepObservation
+from gradveil.attacks.observation.views import Observation, Public, StepObservation
 from gradveil.attacks.seeds import start_of
 
 _LEAST_SPREAD = 0.05  # a pixel that never changed may yet
-
-Objective = Callable[[Tensor], Tensor]  # from x (V, B, *shape) to losses (V,)
 
 
 def total_variation(x: Tensor) -> Tensor:
@@ -111,9 +113,6 @@ def _after(watch: Watch | None, done: int) -> Watch | None:
     return None if watch is None else lambda iteration, x: watch(done + iteration, x)
 
 
-LossWatch = Callable[[int, Tensor, Tensor], None]
-
-
 def _later(watch: Watch | None, done: int, best: Reconstruction | None) -> LossWatch | None:
     """The watch of a later attempt: iterations go on counting, and an earlier attempt stands until it is beaten."""
     if watch is None:
@@ -149,12 +148,11 @@ def _better(a: Reconstruction, b: Reconstruction) -> Reconstruction:
 
 
 class MAP(_Descent):
-    """``variation``: the prior's weight, in nats per unit of total variation.
+    """``public``: examples of the same kind that the attacker has (n, *shape); default: those of the observation.
 
-    ``public``: examples of the same kind that the attacker has (n, *shape); default: those of the observation. Their
-    mean and spread, pixel by pixel, are then part of what is probable: under much noise the answer tends to their mean
-    and not to nothing. Of bits too: odds instead would drive rare ones to 0 for good before they are heard. The first
-    of the attempts starts at that mean.
+    Of images, with enough of them, the prior is Gaussian and the search is in whitened coordinates. Otherwise it is
+    ``variation``, in nats per unit of total variation, and the mean and spread of every number alone, if there are
+    public examples: of rows of bits too, for odds instead would drive rare ones to 0 before they are heard.
     """
 
     name = "map"
@@ -168,9 +166,47 @@ class MAP(_Descent):
     def reconstruct(
         self, observation: Observation, *, iterations: int, seed: int, watch: Watch | None
     ) -> Reconstruction:
-        """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best."""
-        if any(sight.defence.noise_std is not None for sight in observation.sights):
+        labels = infer_labels(observation)
+        public = observation.public if self.public is None else Public(self.public.to(observation.device))
+        noised = any(sight.defence.noise_std is not None for sight in observation.sights)
+        prior = None
+        if public is not None and len(observation.input_shape) == 3:
+            prior = fit_gaussian(public, observation.input_shape, labels)
+        if noised and prior is None:
             return super().reconstruct(observation, iterations=iterations, seed=seed, watch=watch)
+        if noised:
+            assert prior is not None
+            return self._most_probable(observation, prior, iterations, seed, watch)
+        return self._matched(observation, prior, iterations, seed, watch)
+
+    def _most_probable(
+        self, observation: Observation, prior: GaussianPrior, iterations: int, seed: int, watch: Watch | None
+    ) -> Reconstruction:
+        """Under noise: from the prior's guess, or from the input whose features are those that were read."""
+        misfit = likelihood(observation, prior.labels)
+        spread = 0.1 if observation.batch > 1 else 0.0
+        starts = [_near_mean(prior, torch.Generator().manual_seed(seed), spread)]
+        read = _from_features(observation, prior, iterations) if self.restarts > 1 else None
+        if read is not None:
+            starts.append(read[0])
+        best: Reconstruction | None = None
+        for i, start in enumerate(starts):
+            told = _later(watch, i * iterations, best)
+            attempt = search(prior, misfit, start, iterations=iterations, watch=told)
+            best = attempt if best is None else _better(best, attempt)
+        assert best is not None
+        return best
+
+    def _matched(
+        self, observation: Observation, prior: GaussianPrior | None, iterations: int, seed: int, watch: Watch | None
+    ) -> Reconstruction:
+        """Without noise there is nothing to weigh: matching to the last digit, which L-BFGS does best.
+
+        With a prior, from the most probable input first; and from the usual starts where that was not enough. Of each
+        victim the most probable of all that was found is kept: an input that matches and looks like none is not it.
+        """
+        if prior is not None:
+            return _from_most_probable(observation, prior, self.restarts, iterations, seed, watch)
         ways = [ClipAwareMatching() for _ in range(self.restarts)]
         public = self._public(observation)
         if public is not None and observation.batch == 1:  # the examples of a batch would start, and stay, together
@@ -195,7 +231,7 @@ class MAP(_Descent):
         return None if observation.public is None else observation.public.x.to(observation.device)
 
     def objective(self, observation: Observation, labels: Tensor) -> Objective:
-        known = [(model_at(observation, sight), sight, precisions(sight)) for sight in observation.sights]
+        fit = likelihood(observation, labels)
         public = self._public(observation)
         centre = spread = None
         if public is not None:
@@ -205,12 +241,72 @@ class MAP(_Descent):
             total = self.variation * total_variation(x)
             if centre is not None and spread is not None:
                 total = total + 0.5 * ((x - centre) / spread).square().flatten(1).sum(1)
-            for model, sight, precisions in known:
-                found = model.released(x, labels, sight.defence)
-                total = total + 0.5 * squared_differences(found, sight.gradients, precisions)
-            return total
+            return total + fit(x)
 
         return loss
+
+
+def likelihood(observation: Observation, labels: Tensor) -> Objective:
+    """Minus the log likelihood of inputs, up to a constant: by what the defence would release of them."""
+    known = [(model_at(observation, sight), sight, precisions(sight)) for sight in observation.sights]
+
+    def misfit(x: Tensor) -> Tensor:
+        total = torch.zeros(len(x), device=x.device)
+        for model, sight, weights in known:
+            found = model.released(x, labels, sight.defence)
+            total = total + 0.5 * squared_differences(found, sight.gradients, weights)
+        return total
+
+    return misfit
+
+
+def _near_mean(prior: GaussianPrior, generator: torch.Generator, spread: float) -> Tensor:
+    """Around the prior's guess. Examples of one class in a batch must not start, and stay, together."""
+    drawn = torch.randn(*prior.labels.shape, prior.latent, generator=generator).to(prior.labels.device)
+    return spread * drawn
+
+
+def _from_features(observation: Observation, prior: GaussianPrior, iterations: int) -> tuple[Tensor, Objective] | None:
+    """z of the most probable input with the features that were read, and their misfit; None where none were."""
+    last = last_linear(observation.module, observation.classes)
+    readings = read_features(observation, last, prior.labels)
+    if not readings:
+        return None
+    misfit = feature_misfit(observation, readings)
+    start = torch.zeros(*prior.labels.shape, prior.latent, device=observation.device)
+    return prior.to_latent(search(prior, misfit, start, iterations=iterations).x), misfit
+
+
+def _from_most_probable(
+    observation: Observation, prior: GaussianPrior, restarts: int, iterations: int, seed: int, watch: Watch | None
+) -> Reconstruction:
+    """The most probable input with the features and about the gradient, then matched; see MAP._matched."""
+    gradients = likelihood(observation, prior.labels)
+    read = _from_features(observation, prior, iterations)
+    generator = torch.Generator().manual_seed(seed)
+    if read is None:
+        start = _near_mean(prior, generator, 0.1 if observation.batch > 1 else 0.0)
+        first = search(prior, gradients, start, iterations=iterations, watch=_later(watch, 0, None))
+    else:
+        start, features = read
+        first = search(
+            prior, lambda x: gradients(x) + features(x), start, iterations=iterations, watch=_later(watch, 0, None)
+        )
+
+    def judged(attempt: Reconstruction) -> Reconstruction:
+        loss = posterior(prior, gradients, attempt.x)
+        return replace(attempt, loss=torch.where(torch.isfinite(loss), loss, float("inf")))
+
+    best = judged(first)
+    ways = [ClipAwareMatching(start="image", image=best.x)]
+    if restarts > 1:
+        ways.append(ClipAwareMatching())
+    for i, way in enumerate(ways):
+        matched = way.run(observation, iterations=iterations, seed=seed + i, watch=_after(watch, (i + 1) * iterations))
+        best = _better(best, judged(matched))
+        if bool((best.loss < prior.plausible).all()):
+            break
+    return best
 
 
 def precisions(sight: StepObservation) -> dict[str, float | Tensor]:

@@ -15,15 +15,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.observation.task import find_task
 from gradveil.attacks.observation.views import VIEWS, GroundTruth, Observation, Public, ReleaseParams, StepObservation
 from gradveil.clipping.groups import Clipping, make_groups
-from gradveil.errors import ConfigError, DataError, UnknownNameError, UnsupportedModelError
+from gradveil.errors import ConfigError, DataError, UnknownNameError
 
 
 def load_factory(spec: str, *, seed: int = 0) -> nn.Module:
@@ -31,15 +33,24 @@ def load_factory(spec: str, *, seed: int = 0) -> nn.Module:
 
     Modules are looked for in the working directory too. Runs the user's code.
     """
+    torch.manual_seed(seed)
+    made = called(spec, "model")
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"{spec}() returned a {type(made).__name__}, not a torch.nn.Module.")
+    return made
+
+
+def called(spec: str, what: str) -> Any:
+    """What the function ``package.module:function`` returns, which makes ``what``. Runs the user's code."""
     module_name, colon, function_name = spec.partition(":")
     if not (module_name and colon and function_name):
-        raise ConfigError(f"the model is {spec!r}; name a function that makes it, as package.module:function.")
+        raise ConfigError(f"the {what} is {spec!r}; name a function that makes it, as package.module:function.")
     with _working_directory_importable():
         try:
             found = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"module {error.name!r} of the model {spec!r} cannot be found. Install it, or call gradveil from the "
+                f"module {error.name!r} of the {what} {spec!r} cannot be found. Install it, or call gradveil from the "
                 "directory it lies in."
             ) from None
         except Exception as error:
@@ -48,18 +59,14 @@ def load_factory(spec: str, *, seed: int = 0) -> nn.Module:
         if factory is None:
             raise UnknownNameError(f"function in {module_name!r}:", function_name, _callables(found))
         if not callable(factory) or isinstance(factory, nn.Module):
-            raise ConfigError(f"{spec!r} is a {type(factory).__name__}, not a function that makes a model.")
-        torch.manual_seed(seed)
+            raise ConfigError(f"{spec!r} is a {type(factory).__name__}, not a function that makes a {what}.")
         try:
-            made = factory()
+            return factory()
         except Exception as error:
             raise ConfigError(
                 f"{spec}() failed with {type(error).__name__}: {error}. It is called without arguments and makes the "
-                "model."
+                f"{what}."
             ) from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{spec}() returned a {type(made).__name__}, not a torch.nn.Module.")
-    return made
 
 
 @contextmanager
@@ -95,7 +102,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
     """A state of the model, from a safetensors file, into it."""
     tensors = read_tensors(path)
     check_state(module, tensors, str(path))
-    module.load_state_dict(tensors)
+    module.load_state_dict(tensors, strict=False)  # of tied weights one name is enough
 
 
 def load_observation(
@@ -216,9 +223,12 @@ def check_gradients(module: nn.Module, gradients: Mapping[str, Tensor], where: s
 
 
 def check_state(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a state that is of another model."""
+    """Refuse a state that is of another model. Of a tensor with several names (tied weights) one is enough."""
     own = module.state_dict()
-    wrong = [n for n in own if n not in state] + [n for n in state if n not in own]
+    held = {own[n].data_ptr() for n in own if n in state and isinstance(own[n], Tensor) and own[n].numel()}
+    wrong = [n for n in own if n not in state and not (isinstance(own[n], Tensor) and own[n].data_ptr() in held)] + [
+        n for n in state if n not in own
+    ]
     wrong += [n for n in own if n in state and isinstance(own[n], Tensor) and own[n].shape != state[n].shape]
     if wrong:
         raise ConfigError(
@@ -239,28 +249,7 @@ def _others(names: list[str]) -> str:
 
 def count_classes(module: nn.Module, input_shape: tuple[int, ...]) -> int:
     """How many logits the model gives for an input; refused where it does not take one of that shape."""
-    first = next(iter(module.parameters()), None)
-    if first is None:
-        raise ConfigError("the model has no parameter: there is no gradient, and nothing to attack.")
-    training = module.training
-    try:
-        with torch.no_grad():
-            out = module.eval()(torch.zeros(2, *input_shape, dtype=first.dtype, device=first.device))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise UnsupportedModelError(
-            f"the model does not take inputs of shape {input_shape} ({str(error).splitlines()[0]}). Give the shape of "
-            "one example, without the batch, such as 1,28,28. Inputs are numbers in [0, 1]: a model of token ids is "
-            "not attacked here."
-        ) from None
-    finally:
-        module.train(training)
-    if not isinstance(out, Tensor) or out.dim() != 2 or len(out) != 2:
-        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise UnsupportedModelError(
-            f"the model gives {shape} for two inputs, not one row of logits for each: the attacks are on "
-            "classification by cross entropy. Wrap the model so that it returns (examples, classes)."
-        )
-    return int(out.shape[1])
+    return find_task(module, input_shape).classes
 
 
 def load_public(tensors: Mapping[str, Tensor], input_shape: tuple[int, ...], where: str) -> Public:
@@ -273,6 +262,22 @@ def load_public(tensors: Mapping[str, Tensor], input_shape: tuple[int, ...], whe
             "their labels y."
         )
     return Public(x.float(), None if y is None else y.long())
+
+
+def load_ids(tensors: Mapping[str, Tensor], seen: Observation, vocabulary: int, where: str) -> Tensor:
+    """The token ids behind the gradients, for scoring: ``x`` or ``input_ids`` as (V, B, T), or one row of them all."""
+    ids = tensors.get("x", tensors.get("input_ids"))
+    shape = (seen.victims, seen.batch, *seen.input_shape)
+    if ids is None or ids.numel() != math.prod(shape) or ids.is_floating_point():
+        shapes = {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in tensors.items()}
+        raise DataError(f"{where} holds {shapes}; the truth is x, token ids (whole numbers) of shape {shape}.")
+    ids = ids.long().reshape(shape)
+    if int(ids.min()) < -1 or int(ids.max()) >= vocabulary:
+        raise DataError(
+            f"{where}: ids run from {int(ids.min())} to {int(ids.max())}, and the model's vocabulary has {vocabulary} "
+            "tokens. (-1 stands for no token.)"
+        )
+    return ids
 
 
 def load_truth(tensors: Mapping[str, Tensor], seen: Observation, where: str) -> GroundTruth:

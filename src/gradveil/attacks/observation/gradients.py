@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from gradveil.attacks.observation.task import logits_of, plain_attention
 from gradveil.attacks.observation.views import Observation, ReleaseParams, StepObservation
 from gradveil.clipping import ClipStats
 
@@ -35,10 +36,11 @@ class VictimGradients:
         copies = {n: w.expand(len(x), *w.shape).requires_grad_() for n, w in self.weights.items()}
 
         def loss(weights: Gradients, inputs: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(functional_call(self.module, {**weights, **self.fixed}, (inputs,)), labels)
+            logits = logits_of(functional_call(self.module, {**weights, **self.fixed}, (inputs,)))
+            return F.cross_entropy(logits, labels)
 
         differentiable = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with torch.enable_grad(), plain_attention():
             losses = vmap(loss, randomness="different")(copies, x, y)
             found = torch.autograd.grad(losses.sum(), list(copies.values()), create_graph=differentiable)
         return dict(zip(copies, found, strict=True))

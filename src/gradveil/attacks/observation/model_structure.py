@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.attacks.observation.task import Task, logits_of, loss_of
 from gradveil.clipping import Clipper, check_module, fix, make_groups
 from gradveil.clipping.operations.table import LAYERS
 from gradveil.clipping.tracked_modules import TrackedModule
@@ -78,15 +79,20 @@ class _Trial:
     units: list[TrackedModule] = field(default_factory=list)
 
 
-def examine(module: nn.Module, *, input_shape: tuple[int, ...], classes: int, seed: int = 0) -> ModelStructure:
-    """Look at a model; it is copied, and left as it is."""
+def examine(
+    module: nn.Module, *, input_shape: tuple[int, ...], classes: int, seed: int = 0, task: Task | None = None
+) -> ModelStructure:
+    """Look at a model; it is copied, and left as it is. ``task`` (default: numbers in, classes out): see task.py."""
     module = copy.deepcopy(module)
+    task = task or Task(tokens=False, per_token=False, classes=classes)
     generator = torch.Generator().manual_seed(seed)
-    dtype = next(module.parameters()).dtype
-    x = torch.rand(_EXAMPLES, *input_shape, generator=generator).to(dtype)
+    if task.tokens:
+        x = torch.randint(task.vocabulary, (_EXAMPLES, *input_shape), generator=generator)
+    else:
+        x = torch.rand(_EXAMPLES, *input_shape, generator=generator).to(next(module.parameters()).dtype)
     leaks = _leaks(module, x, classes)
     refusals = _refusals(module)
-    trial = _private_pass(fix(module) if refusals else module, x, classes)  # what is left when that is mended?
+    trial = _private_pass(fix(module) if refusals else module, x, task)  # what is left when that is mended?
     reasons = [why for why in dict.fromkeys([*refusals.values(), trial.refused]) if why is not None]
     groups = make_groups(module, "per-layer")
     every = dict(module.named_parameters())
@@ -162,15 +168,20 @@ def _leaks(module: nn.Module, x: Tensor, classes: int) -> list[tuple[str, str]]:
     def look(name: str, layer: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             calls[name] = calls.get(name, 0) + 1
+            fed = args[0] if args else None
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-                found.append((name, "tokens"))
+                if x.is_floating_point() or (isinstance(fed, Tensor) and torch.equal(fed.flatten(), x.flatten())):
+                    found.append((name, "tokens"))  # others look up positions
                 return
             if output.shape[-1] == classes:
                 last[:] = [name]
-            fed = args[0] if args else None
             if not isinstance(fed, Tensor) or getattr(layer, "bias", None) is None or fed.numel() % len(x):
                 return
-            if fed.numel() == x.numel() and torch.equal(fed.reshape(len(x), -1), x.flatten(1)):
+            if (
+                fed.numel() == x.numel()
+                and x.is_floating_point()
+                and torch.equal(fed.reshape(len(x), -1), x.flatten(1))
+            ):
                 # Where it is fed with several rows of each example (tokens, patches), only their weighted sum shows.
                 if fed.shape[-1] == x[0].numel():
                     found.append((name, "input"))
@@ -180,9 +191,10 @@ def _leaks(module: nn.Module, x: Tensor, classes: int) -> list[tuple[str, str]]:
         return hook
 
     kinds = nn.Linear | nn.Embedding | nn.EmbeddingBag
-    # The gradient of a tied weight is the sum over its uses: no single one can be read off it.
+    # The gradient of a tied weight is the sum over its uses: no single one can be read off it, but for tokens.
     shared = {name.rpartition(".")[0] for names in _tied(module) for name in names}
-    layers = {n: m for n, m in module.named_modules() if isinstance(m, kinds) and n not in shared and _trains(m)}
+    layers = {n: m for n, m in module.named_modules() if isinstance(m, kinds) and _trains(m)}
+    layers = {n: m for n, m in layers.items() if n not in shared or not isinstance(m, nn.Linear)}
     handles = [m.register_forward_hook(look(n, m)) for n, m in layers.items()]
     _run_with_hooks(module, x, handles)
     once = [(name, what) for name, what in found if calls[name] == 1 or what == "tokens"]
@@ -231,16 +243,16 @@ def _trains(layer: nn.Module) -> bool:
     return all(p.requires_grad for p in layer.parameters())
 
 
-def _private_pass(module: nn.Module, x: Tensor, classes: int) -> _Trial:
+def _private_pass(module: nn.Module, x: Tensor, task: Task) -> _Trial:
     """One clipped backward pass, as training would do it: what is refused, and what is only warned of."""
     module = copy.deepcopy(module).train()
     groups = make_groups(module, "per-layer")
-    y = torch.arange(len(x)) % classes
+    y = torch.arange(len(x)) % task.classes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             clipper = Clipper(module, groups, bounds=(1.0,) * len(groups), loss_reduction="mean")
-            F.cross_entropy(module(x), y).backward()
+            loss_of(task, logits_of(module(x)), x, y).backward()
         except UnsupportedModelError as error:
             return _Trial(refused=str(error))
         except (RuntimeError, ValueError, NotImplementedError) as error:

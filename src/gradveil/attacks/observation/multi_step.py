@@ -99,7 +99,8 @@ def _learn(
     """As the engine lets it: from the noised counts and the noised mean."""
     key = SecretKey(int(torch.randint(2**31, (), generator=generator)))
     side = rule.side_releases(clip_stats, NoiseSource(key, step))
-    rule.learn(side, gradients, plan.sigma(step), mean_over)
+    sigma = rule.sigma(step)
+    rule.learn(side, gradients, plan.sigma(step) if sigma is None else sigma, mean_over)
 
 
 def _moved(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def observe(
     rule             where the clip bounds are at that step (default: where the strategy starts). Quantile-clip and
                      adaclip move them by what they have released before; of a run, give the rule as the run left it.
     public           what the adversary knows of such data beforehand
-    harvest          notes the norms of all examples, for a rule that learns from them
+    clip_stats       notes the norms of all examples, for a rule that learns from them
     """
     if view not in VIEWS:
         raise UnknownNameError("view", view, VIEWS)
@@ -93,10 +93,11 @@ def starting_rule(
     *,
     device: torch.device,
     state: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, float] | None = None,
 ) -> BoundRule:
     """The strategy's bound rule as it starts, or in the ``state`` in which a run left it."""
     trained = {n: p.detach().to(device) for n, p in module.named_parameters() if p.requires_grad}
-    rule = make_rule(plan, groups, parameters=trained, batch_size=mean_over, options={})
+    rule = make_rule(plan, groups, parameters=trained, batch_size=mean_over, options=dict(options or {}))
     if state:
         rule.load_state_dict(state)
     return rule
@@ -137,7 +138,8 @@ def _private(
     if companions is not None:
         beside = _clipped_sums(model, companions[0].unsqueeze(0), companions[1].unsqueeze(0), known, clip_stats)
         total = {n: g + beside[n][0] for n, g in total.items()}
-    scale = noise_scale(plan, step, StepFacts(rule.bounds(step), clip_stats, groups, total, mean_over))
+    facts = StepFacts(rule.bounds(step), clip_stats, groups, total, mean_over)
+    scale = noise_scale(plan, step, facts, rule.sigma(step))
     defence = replace(known, noise_std=tuple(std / mean_over for std in scale.stds))
     stds = defence.noise_of_parameter()
     assert stds is not None

@@ -64,6 +64,20 @@ def keep_pictures(outcomes: Sequence[AttackResult], path: Path) -> None:
         write_whole(path, whole.getvalue(), mode=0o600)
 
 
+def draw_frames(outcomes: Sequence[AttackResult], path: Path) -> None:
+    """A row for each trial: the first victim's original, its reconstruction at some iterations, and the end."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.secret.x.dim() == 5:
+            pictures = [("original", outcome.secret.x[0, 0])]
+            pictures += [(str(i), frame[0, 0]) for i, frame in outcome.reconstruction.frames.items()]
+            lines.append((outcome.trial.strategy, [*pictures, ("end", outcome.reconstruction.x[0, 0])]))
+    if lines:
+        path.touch(mode=0o600)  # it shows training examples
+        path.chmod(0o600)
+        draw_grid(lines, path)
+
+
 def _pixels(image: Tensor) -> Any:
     image = image.detach().cpu().clamp(0, 1).float()
     if len(image) != 3:

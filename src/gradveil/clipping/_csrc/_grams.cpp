@@ -107,7 +107,7 @@ static double gram_square(Rows& x, Rows& g) {
     double square = 0.0, lengths = 0.0;
     for (int l = 0; l < REG; l++) square += sum[l];
     for (long t = 0; t < x.count; t++) lengths += std::sqrt(x.square(t) * g.square(t));
-    // As gram_sq_norms in uses.py has it. What is not a number stays so.
+    // As gram_sq_norms in per_sample_grads.py has it. What is not a number stays so.
     return (square < 0.0 ? 0.0 : square) + 4.0 * FLT_EPSILON * lengths * lengths;
 }
 

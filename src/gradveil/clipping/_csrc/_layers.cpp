@@ -113,7 +113,7 @@ struct LayerNode : OwnNode {
     // The gradient of the input. The parameters' clipped sums go to the pass; autograd gets none.
     variable_list differentiate(const Tensor& input, const Tensor& weight, const variable_list& kept, const Tensor& g,
                                 bool asked) {
-        // For backward() inside an autocast block: see no_autocast in clipping/function_state.py.
+        // For backward() inside an autocast block: as clipped_functions.py has it.
         c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const Tensor x = layer->kind == CONVOLUTION ? input : input.contiguous();
         variable_list found(3);
@@ -394,7 +394,7 @@ TORCH_LIBRARY(gradveil, m) {
     m.def("differentiating(int clipper) -> int", [](int64_t clipper) { return Watch::find(clipper)->differentiating; });
     m.def("learn_noise(int device, int[] on_gradients) -> ()", learn_noise);
     m.def("add_noise(Tensor(a!)[] grads, float[] stds, float divide_by, Generator? generator) -> ()", add_noise);
-    m.def("add_cipher_noise(Tensor(a!)[] grads, float[] stds, float divide_by, int[] key, int first) -> ()",
+    m.def("add_cipher_noise(Tensor(a!)[] grads, float[] stds, float divide_by, int[] key, int first, bool lattice) -> ()",
           add_cipher_noise);
     // What the C++ code calls; layers.py implements it.
     m.def("collect(int clipper, int current, int unit, Tensor x, Tensor weight, Tensor[] kept, Tensor g) -> Tensor[]");

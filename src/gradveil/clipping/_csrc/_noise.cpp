@@ -1,10 +1,5 @@
-// Gaussian noise onto gradients: ChaCha12 words to normal values by Box-Muller, added in the same pass.
-//
-// ChaCha12 is ChaCha20 (RFC 8439) with 12 rounds in place of 20, two thirds of its time; the best known attack is on 7
-// (Aumasson 2019, "Too much crypto", on the margins of ciphers).
-//
-// The cipher's key belongs to one run and step, its nonce to one tensor, and its counter to 16 words, so that every
-// value is a function of its place alone: the result does not depend on the number of threads.
+// Gaussian noise onto gradients: ChaCha12 words to normal values by Box-Muller, added in the same pass. In ordinary
+// floating point, which attacks on its last bits see through; _lattice.cpp is proof against them, at twice the time.
 //
 // Float32. Two words make a pair: u = (k + 1/2) / 2^32 in (0, 1) gives the radius sqrt(-2 log u), which is at most
 // sqrt(2 * 33 log 2) = 6.76 (beyond it a normal value lies once in 7e10), and the other word the angle. Near u = 1 the
@@ -17,46 +12,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "_native.h"
+#include "_noise.h"
 
-static const int WORDS = 16;
 static const long BATCH = WORDS * LANES;
-
-static inline uvec rotate(uvec v, int by) { return (v << by) | (v >> (32 - by)); }
-
-static inline void quarter(uvec& a, uvec& b, uvec& c, uvec& d) {
-    a += b; d = rotate(d ^ a, 16);
-    c += d; b = rotate(b ^ c, 12);
-    a += b; d = rotate(d ^ a, 8);
-    c += d; b = rotate(b ^ c, 7);
-}
-
-struct Stream {
-    uint32_t key[8];
-    uint32_t nonce[3];
-};
-
-// 16 blocks of ChaCha12, counters first .. first + 15, words as vectors over the blocks.
-static inline void chacha(const Stream& s, uint32_t first, uvec out[WORDS]) {
-    static const uint32_t name[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};  // "expand 32-byte k"
-    uvec x[WORDS], start[WORDS];
-    for (int i = 0; i < 4; i++) start[i] = uvec{} + name[i];
-    for (int i = 0; i < 8; i++) start[4 + i] = uvec{} + s.key[i];
-    for (int l = 0; l < LANES; l++) start[12][l] = first + l;
-    for (int i = 0; i < 3; i++) start[13 + i] = uvec{} + s.nonce[i];
-    for (int i = 0; i < WORDS; i++) x[i] = start[i];
-    for (int round = 0; round < 6; round++) {
-        quarter(x[0], x[4], x[8], x[12]);
-        quarter(x[1], x[5], x[9], x[13]);
-        quarter(x[2], x[6], x[10], x[14]);
-        quarter(x[3], x[7], x[11], x[15]);
-        quarter(x[0], x[5], x[10], x[15]);
-        quarter(x[1], x[6], x[11], x[12]);
-        quarter(x[2], x[7], x[8], x[13]);
-        quarter(x[3], x[4], x[9], x[14]);
-    }
-    for (int i = 0; i < WORDS; i++) out[i] = x[i] + start[i];
-}
 
 static inline vec as_float(ivec v) { return __builtin_convertvector(v, vec); }
 
@@ -111,9 +69,9 @@ static inline void cos_sin(uvec k, vec& cosine, vec& sine) {
     sine = (vec)((uvec)(swap ? c : s) ^ flip_sin);
 }
 
-static void normals(const Stream& s, uint32_t first, float* out) {
+static void normals(const Stream& s, uint64_t first, float* out) {
     uvec words[WORDS];
-    chacha(s, first, words);
+    next_words(s, first, words);
     float radius[BATCH / 2];
     for (int w = 0; w < WORDS / 2; w++) store(radius + w * LANES, minus_two_log(words[w]));
     for (int i = 0; i < BATCH / 2; i++) radius[i] = __builtin_sqrtf(radius[i]);
@@ -126,9 +84,9 @@ static void normals(const Stream& s, uint32_t first, float* out) {
     }
 }
 
-static void normals(const Stream& s, uint32_t first, double* out) {
+static void normals(const Stream& s, uint64_t first, double* out) {
     uvec words[WORDS];
-    chacha(s, first, words);
+    next_words(s, first, words);
     for (int w = 0; w < WORDS / 4; w++)
         for (int l = 0; l < LANES; l++) {
             const uint64_t j = ((uint64_t)words[w][l] << 32 | words[w + 4][l]) >> 11;
@@ -142,27 +100,16 @@ static void normals(const Stream& s, uint32_t first, double* out) {
         }
 }
 
-struct Target {
-    void* grad;
-    int64_t count;
-    double std;
-    int32_t doubles;  // 0: float32
-    uint32_t index;   // of the tensor in its step
-    int64_t start;    // place of the first element in the tensor: 0, but for a shard
-};
-
 // grad <- (grad + std z) / divide_by, as grad / divide_by + (std / divide_by) z by one reciprocal: a vector division takes
 // longer than the cipher's rounds. Batches first .. last - 1 of a tensor, of which grad is places start and after.
 template <class Real>
-static void add_batches(const Target& target, Stream s, Real divide_by, long first, long last) {
+static void add_batches(const Target& target, const Stream& s, Real divide_by, long first, long last) {
     const long batch = sizeof(Real) == 4 ? BATCH : BATCH / 2, count = target.count, start = target.start;
     const Real share = 1 / divide_by, scale = (Real)target.std * share;
     Real* const grad = (Real*)target.grad;
     Real z[BATCH];
     for (long b = first; b < last; b++) {
-        const uint64_t counter = (uint64_t)b * LANES;
-        s.nonce[1] = (uint32_t)(counter >> 32);
-        normals(s, (uint32_t)counter, z);
+        normals(s, (uint64_t)b * LANES, z);
         const long place = b * batch - start;  // of the batch in grad: before it, where grad begins inside the batch
         const long from = place < 0 ? -place : 0, to = count - place < batch ? count - place : batch;
         Real* at = grad + place;
@@ -174,30 +121,22 @@ static void add_batches(const Target& target, Stream s, Real divide_by, long fir
 }
 
 extern "C" void gradveil_noise(const uint32_t* key, const Target* targets, long n, double divide_by, int workers) {
-    in_parallel(workers, [=](int worker) {
-        for (long t = 0; t < n; t++) {
-            const Target& target = targets[t];
-            Stream s;
-            std::memcpy(s.key, key, sizeof s.key);
-            s.nonce[0] = target.index, s.nonce[1] = 0, s.nonce[2] = 0;
-            const long batch = target.doubles ? BATCH / 2 : BATCH;
-            const long head = target.start / batch;
-            const long batches = target.count ? (target.start + target.count + batch - 1) / batch - head : 0;
-            const long first = head + share(batches, worker, workers), last = head + share(batches, worker + 1, workers);
+    over_batches(
+        key, targets, n, workers, [](const Target& target) { return target.doubles ? BATCH / 2 : BATCH; },
+        [=](const Target& target, const Stream& s, long first, long last) {
             if (target.doubles)
                 add_batches<double>(target, s, divide_by, first, last);
             else
                 add_batches<float>(target, s, (float)divide_by, first, last);
-        }
-    });
+        });
 }
 
 // One block, for the test against the published vector.
 extern "C" void gradveil_chacha_block(const uint32_t* key, uint32_t counter, const uint32_t* nonce, uint32_t* out) {
     Stream s;
     std::memcpy(s.key, key, sizeof s.key);
-    std::memcpy(s.nonce, nonce, sizeof s.nonce);
+    s.tensor = nonce[0], s.attempt = nonce[2];
     uvec words[WORDS];
-    chacha(s, counter, words);
+    chacha(s, uvec{} + counter, uvec{} + nonce[1], words);
     for (int w = 0; w < WORDS; w++) out[w] = words[w][0];
 }

@@ -123,7 +123,7 @@ static void add_noise(const std::vector<Tensor>& grads, const std::vector<double
 
 // As native.py's add_noise: on the CPU, from ChaCha12 under a key of 32 bytes, the first tensor with nonce ``first``.
 static void add_cipher_noise(const std::vector<Tensor>& grads, const std::vector<double>& stds, double divide_by,
-                             const Ints& key, int64_t first) {
+                             const Ints& key, int64_t first, bool lattice) {
     TORCH_CHECK(key.size() * sizeof(int64_t) == 32, "a ChaCha12 key has 32 bytes");
     std::vector<NoiseTarget> targets;
     int64_t elements = 0;
@@ -134,5 +134,6 @@ static void add_cipher_noise(const std::vector<Tensor>& grads, const std::vector
         elements += g.numel();
         g.unsafeGetTensorImpl()->bump_version();
     }
-    gradveil_noise(key.data(), targets.data(), (long)targets.size(), divide_by, workers_for(4 * elements, 1 << 20));
+    const auto add = lattice ? gradveil_lattice_noise : gradveil_noise;
+    add(key.data(), targets.data(), (long)targets.size(), divide_by, workers_for(4 * elements, 1 << 20));
 }

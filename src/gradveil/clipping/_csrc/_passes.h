@@ -57,6 +57,7 @@ long gradveil_linear_clip(const float*, const float*, long, long, int, int, int,
 long gradveil_rank_one_clip(const float*, const float*, long, long, long, int, int, double, int, float*, float*,
                             double*, double*);
 void gradveil_noise(const void*, const NoiseTarget*, long, double, int);
+void gradveil_lattice_noise(const void*, const NoiseTarget*, long, double, int);
 void gradveil_row_squares(const float*, long, long, int, double*);
 void gradveil_weighted_rows(const float*, long, long, const float*, int, float*);
 }

@@ -56,7 +56,7 @@ Waiting = tuple[list[int], list[Tensor], list[Tensor], list[Tensor], list[Tensor
 
 
 class NativeWatch:
-    """Clipped sums on their way to the engine, in C++; see clipping/watch.py."""
+    """Clipped sums on their way to the engine, in C++; see clipping/parameter_guard.py."""
 
     own_hooks = 0
 

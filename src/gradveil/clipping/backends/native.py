@@ -14,7 +14,7 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Sequence
-from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_long, c_uint32, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_long, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +26,8 @@ from torch import Tensor
 from gradveil.clipping.backends import build
 
 _HERE = Path(__file__).parents[1] / "_csrc"
-SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_grams.cpp", "_norms.cpp", "_noise.cpp"))
-_HEADER = _HERE / "_native.h"
+SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_grams.cpp", "_norms.cpp", "_noise.cpp", "_lattice.cpp"))
+_HEADERS = [_HERE / "_native.h", _HERE / "_noise.h"]
 # No fast-math: sums and norms stay IEEE. Without errno, square roots are one instruction; their values are the same.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-std=c++17")
 _THREADS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # for compiling, for linking
@@ -77,6 +77,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gradveil_group_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 4, c_int, *[c_void_p] * 3]),
     "gradveil_layer_norm_backward": (None, [*[c_void_p] * 5, *[c_long] * 3, c_int, *[c_void_p] * 3]),
     "gradveil_noise": (None, [c_void_p, c_void_p, c_long, c_double, c_int]),
+    "gradveil_lattice_noise": (None, [c_void_p, c_void_p, c_long, c_double, c_int]),
+    "gradveil_lattice_layers": (None, [c_void_p]),
     "gradveil_chacha_block": (None, [c_void_p, c_uint32, c_void_p, c_void_p]),
     "gradveil_vector_bits": (c_int, []),
     "gradveil_openmp": (c_int, []),
@@ -372,11 +374,13 @@ class Kernels:
         divide_by: float,
         starts: Sequence[int] | None = None,
         threads: int | None = None,
+        lattice: bool = False,
     ) -> None:
         """In place, each (grad, std, index) becomes (grad + std z) / divide_by; contiguous float32 or float64.
 
         z is N(0, 1) from ChaCha12 under the 32-byte ``key``, with the tensor's index as nonce: the same for any number
-        of threads. Shards of tensors have their ``starts`` there, and get the noise of their places.
+        of threads. Shards of tensors have their ``starts`` there, and get the noise of their places. ``lattice``: grad
+        is rounded to whole units of std / 2^32, and std z drawn as a whole number of them.
         """
         if len(key) != 32:
             raise ValueError(f"a ChaCha12 key has 32 bytes, not {len(key)}")
@@ -388,7 +392,14 @@ class Kernels:
         )
         elements = sum(t.numel() for t, _, _ in targets)
         workers = threads or _workers(elements * 4, 1 << 20)
-        self._library.gradveil_noise(key, array, len(targets), divide_by, workers)
+        add = self._library.gradveil_lattice_noise if lattice else self._library.gradveil_noise
+        add(key, array, len(targets), divide_by, workers)
+
+    def lattice_layers(self) -> list[int]:
+        """The widths of the lattice noise's ziggurat, for the test that numpy has the same."""
+        out = (c_uint64 * 2048)()
+        self._library.gradveil_lattice_layers(out)
+        return list(out)
 
     def chacha_block(self, key: bytes, counter: int, nonce: bytes) -> bytes:
         """One block of the generator, for its test against the published vector."""
@@ -422,7 +433,7 @@ def _load() -> tuple[Kernels | None, str]:
 def _built(compiler: str, threads: str) -> Path:
     to_compile, to_link = _THREADS[threads]
     return build.library(
-        compiler, "kernels", SOURCES, headers=[_HEADER], compile_with=(*FLAGS, *to_compile), link_with=to_link
+        compiler, "kernels", SOURCES, headers=_HEADERS, compile_with=(*FLAGS, *to_compile), link_with=to_link
     )
 
 

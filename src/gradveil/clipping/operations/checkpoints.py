@@ -39,7 +39,7 @@ class Recomputation:
 
 def _mode() -> Any:
     """The mode that follows the model whose forward is running, if any."""
-    from gradveil.clipping.operations.tracking import Operations
+    from gradveil.clipping.operations.mode import Operations
 
     return next((m for m in reversed(_get_current_function_mode_stack()) if isinstance(m, Operations)), None)
 

@@ -47,7 +47,7 @@ def take(tracking: Tracking, source: Source) -> Tensor:
     """The copies of a tracked tensor in this pass."""
     found = tracking.copied.get(id(source))
     if found is None:
-        unit = tracking.clipper.unit_of_copies(source)
+        unit = tracking.clipper.units.of_operation("copies", [source], way="copies")
         call = Call(unit, tracking.current, again=tracking.again, sources=[source])
         found = tracking.copied[id(source)] = CopyFunction.apply(
             tracking.clipper, call, source.given(), tracking.current.rows

@@ -20,7 +20,7 @@ from gradveil.clipping.operations.table import named, transposed_linear
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from gradveil.clipping.operations.tracking import Operations
+    from gradveil.clipping.operations.mode import Operations
 
 T = torch.Tensor
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # of a recurrent layer

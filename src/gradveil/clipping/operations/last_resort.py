@@ -165,7 +165,7 @@ def run(
     others: Sequence[Tensor],
 ) -> Any:
     """The operation, followed example by example."""
-    from gradveil.clipping.operations.tracking import name_of
+    from gradveil.clipping.operations.mode import name_of
 
     operation = Operation(func, args, kwargs)
     name, rows = name_of(func), tracking.current.rows
@@ -186,7 +186,7 @@ def run(
         )
     places = [i for i, t in enumerate(operation.tensors) if tracking.tracks(t)]
     sources = [tracking.known[id(operation.tensors[i])] for i in places]
-    unit = tracking.clipper.unit_of_operation(name, sources, way="torch.func")
+    unit = tracking.clipper.units.of_operation(name, sources, way="torch.func")
     call = Call(unit, tracking.current, again=tracking.again, sources=sources)
     tap = _Tap(tracking, call, operation, places, all_layouts, site.out)
     given = [tracking.known[id(t)].given() if tracking.tracks(t) else t for t in operation.tensors]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.clipping.outputs import tensors_in
+from gradveil.clipping.validation.row_differences import are_masks
 from gradveil.clipping.validation.surroundings import same_value
 from gradveil.errors import UnsupportedModelError
 
@@ -55,8 +56,16 @@ def outputs_agree(a: Tensor, b: Tensor) -> bool:
     if a.is_complex() or b.is_complex():
         a, b = torch.view_as_real(a.to(torch.complex128)), torch.view_as_real(b.to(torch.complex128))
     a, b = a.detach().double(), b.detach().double()
-    scale = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale + 1e-30, equal_nan=True)
+    sizes = a.abs().nan_to_num(0.0, 0.0, 0.0)
+    masks = are_masks(sizes)
+    parts = [slice(None)] if masks is None else [masks, ~masks]
+    return all(
+        torch.allclose(
+            a[part], b[part], rtol=tolerance, atol=tolerance * float(sizes[part].max()) + 1e-30, equal_nan=True
+        )
+        for part in parts
+        if sizes[part].numel()
+    )
 
 
 _LOSSES_WITH_A_COUNT = (F.cross_entropy, F.nll_loss)
@@ -89,12 +98,12 @@ def _check_operation(func: Any, args: Any, kwargs: Any) -> None:
 # The names of autograd nodes, in C++ and in Python: of followed layers, and of what a followed model returns.
 _FOLLOWED = (
     "gradveil::layer",
-    "LayerTapBackward",
-    "CopyTapBackward",
-    "RecurrentTapBackward",
-    "OperationTapBackward",
+    "ClippedFunctionBackward",
+    "CopyFunctionBackward",
+    "RecurrentFunctionBackward",
+    "OperationFunctionBackward",
 )
-_OUTPUT = ("gradveil::output", "OutputTapBackward")
+_OUTPUT = ("gradveil::output", "OutputFunctionBackward")
 
 
 def _mixes(loss: Tensor, output: Tensor) -> bool:

@@ -154,12 +154,14 @@ class _Draws:
 class Tape:
     """The operations on the outputs of one call of a model. It keeps every intermediate result alive."""
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, outputs: Sequence[Tensor], detached: Sequence[Tensor] = ()) -> None:
+        """``detached``: further outputs, which have no gradient."""
         self._values: list[Any] = []  # by slot; they are kept so that their ids stay theirs
         self._slots: dict[int, int] = {}  # by id
         self._operations: list[_Operation] = []
         self._broken = ""  # why it cannot be run again
-        self._device = outputs[0].device
+        self._device, self._differentiated = outputs[0].device, len(outputs)
+        outputs = [*outputs, *detached]
         self.originals = [t.detach().clone() for t in outputs]  # the user may change them in place
         self.output_slots = [self._new_slot(t) for t in outputs]
 
@@ -279,7 +281,7 @@ class Tape:
         autocast: bool = True,
         only: SomeRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The loss of these outputs, and its gradient with respect to them.
+        """The loss of these outputs, and its gradient with respect to those that have one.
 
         ``only``: the outputs are of these rows, and so are the constants that the operations take.
         """
@@ -293,12 +295,13 @@ class Tape:
                     weights = values[self._slots[id(gradient)]].detach()
                 if weights is not None:
                     weights = weights.to(of.dtype)
-                found = torch.autograd.grad(of, leaves, grad_outputs=weights, allow_unused=True)
+                own = leaves[: self._differentiated]
+                found = torch.autograd.grad(of, own, grad_outputs=weights, allow_unused=True)
         except CannotReplay:
             raise
         except Exception as error:  # whatever the user's operations raise on other outputs
             raise CannotReplay(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
-        grads = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+        grads = [torch.zeros_like(t) if g is None else g for t, g in zip(own, found, strict=True)]
         return of.detach(), grads
 
     def _run(

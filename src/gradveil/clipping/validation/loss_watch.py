@@ -142,10 +142,16 @@ class LossWatch:
         if rows < 2 * self._views:
             return output
 
+        detached: list[Tensor] = []  # a statistic of theirs in the loss mixes examples too
+
         def mark(t: Any) -> Any:
-            if type(t) is not Tensor or not t.requires_grad or t.dim() == 0 or t.shape[0] != rows:
+            if type(t) is not Tensor or t.dim() == 0 or t.shape[0] != rows:
                 return t
             marked = t.as_subclass(_Recorded)
+            if not t.requires_grad:
+                if t.is_floating_point():
+                    detached.append(marked)
+                return marked if t.is_floating_point() else t
             self._outputs.append(marked)
             self._edges.append(get_gradient_edge(t))  # stays what it is when the output is changed in place
             return marked
@@ -153,7 +159,7 @@ class LossWatch:
         marked = map_tensors(mark, output)
         if self._outputs:
             with torch._C.DisableTorchFunctionSubclass():
-                self.tape = Tape(self._outputs)
+                self.tape = Tape(self._outputs, detached)
             _WAITING.append(self)
         return marked
 
@@ -351,7 +357,8 @@ class _Replays:
         for kept, index in chain.from_iterable(split.replacements() for split in self.splits):
             changed = [t.index_select(0, index.to(t.device)) for t in outputs]
             worst = max(worst, _difference(base, self._run(changed, autocast=autocast)[1], kept))
-            lower = [_far(t, kept, -1, torch.where(g < 0, -1, 1)) for t, g in zip(outputs, base, strict=True)]
+            slopes = [*base, *map(torch.ones_like, outputs[len(base) :])]
+            lower = [_far(t, kept, -1, torch.where(g < 0, -1, 1)) for t, g in zip(outputs, slopes, strict=True)]
             by = (1, -1, 100, -100)
             for far in (*([_far(t, kept, factor) for t in outputs] for factor in by), lower):
                 try:

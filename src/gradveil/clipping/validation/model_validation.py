@@ -1,6 +1,6 @@
 """How a model's operations follow the batch: what runs on parts of its first batch tell, before any gradient is taken.
 
-The runs are in plain_runs.py, what is learned from them in operations/plan.py. They leave nothing behind.
+The runs are in shadow_forward.py, what is learned from them in operations/plan.py. They leave nothing behind.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradveil.clipping.operations.tracking import Tracing
+from gradveil.clipping.operations.tracing import Tracing
 from gradveil.clipping.validation.example_independence import check_state
+from gradveil.clipping.validation.memory import check_memory
 from gradveil.clipping.validation.shadow_forward import Arguments, Moment, PlainRun, plain_run
 from gradveil.errors import UnsupportedModelError
 
@@ -34,13 +35,14 @@ class ModelCheck:
     def __init__(self, clipper: Clipper) -> None:
         self._clipper = clipper
         self.passed = False
+        self.written: set[str] = set()  # state that calls write to, and that does not depend on the examples
         self.mixed_outputs: set[int] = set()  # that have the batch in more than one dimension
 
     @property
     def is_incomplete(self) -> bool:
         """Whether some parameter was not used yet. Processes that must call the model together do not ask."""
         clipper = self._clipper
-        return not clipper.sharded and len(clipper.plan.slots) < len(clipper.sources)
+        return not clipper.sharded and len(clipper.plan.slots) < len(clipper.parameters.sources)
 
     def look(
         self, args: Any, kwargs: Any, rows: int, *, before: Moment | None = None, all_rows: bool = False
@@ -91,10 +93,14 @@ class ModelCheck:
         def run(size: int, replaced: int | None = None) -> tuple[PlainRun, dict[Any, Record]]:
             given = some(size, replaced)
             mode = Tracing(
-                clipper.plan, clipper.sources, rows=size, differentiates=not clipper.sharded, changed=replaced
+                clipper.plan,
+                clipper.parameters.sources,
+                rows=size,
+                differentiates=not clipper.sharded,
+                changed=replaced,
             )
             if clipper.sharded:
-                mode.adopt = clipper.adopt
+                mode.adopt = clipper.parameters.adopt
             with clipper.quietly():
                 found = plain_run(clipper.module, *given, evaluate=False, starting_from=before, mode=mode, moved=moved)
             return found, mode.records
@@ -113,6 +119,10 @@ class ModelCheck:
         }
         for others in (other, of_more):
             check_state(first.changed, others.changed)
+        self.written |= set(first.changed)
+        if not clipper.sharded:
+            with clipper.quietly():
+                check_memory(clipper.module, some(sizes[0], None), some(sizes[0], example))
 
 
 def _has_the_batch_twice(a: Tensor, b: Tensor, sizes: tuple[int, int]) -> bool:

@@ -56,6 +56,12 @@ _KINDS: dict[str, tuple[type[GradveilError], str]] = {
         "{what} was put into training mode: its output for one example depends on the whole batch, so a per-example "
         "gradient is undefined. Keep it in eval mode, or replace it with GroupNorm: gradveil.fix(model).",
     ),
+    "buffer": (
+        UnsupportedModelError,
+        "this call of the model has written to buffer {what!r}, and calls before it did not: whether it is computed "
+        "from the examples cannot be seen. It is part of the model's state_dict, and nothing bounds or noises what it "
+        "tells of them. Write to buffers in every call, and not from the batch, or leave it out.",
+    ),
     "frozen": (
         PrivacyViolation,
         "parameter {what!r} was frozen (requires_grad_(False)) after make_private: what trains, and is clipped and "

@@ -131,13 +131,19 @@ class Comparison:
             if changed is None:
                 return ""
             check_state(state, after)
-            if self._differ(base, changed, kept, kept) and self._is_repeatable(base, split.everything):
-                return "changes when the other examples of the batch are exchanged"
-        self.comparable = True
+            if self._differ(base, changed, kept, kept):
+                if self._is_repeatable(base, split.everything):
+                    return "changes when the other examples of the batch are exchanged"
+                return ""  # twice the same is not the same (a generator of its own, a counter): nothing was seen
         for side in split.sides if sizes and not drew else ():
             half, _, _ = self._run(side)
             if half is not None and self._differ(base, half, side, torch.arange(len(side)), least=1e-2):
-                return "depends on how many examples are in the batch"
+                return (
+                    "depends on how many examples are in the batch"
+                    if self._is_repeatable(base, split.everything)
+                    else ""
+                )
+        self.comparable = True
         return ""
 
     def _run(self, index: Tensor) -> tuple[list[Tensor] | None, bool, dict[str, Any]]:

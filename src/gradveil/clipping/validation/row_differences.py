@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_LARGE = 1e4
 _OWN_DRAWS = random.Random()  # the user's generators are left alone
 
 
@@ -72,11 +73,29 @@ def largest_difference(a: Tensor, b: Tensor, kept: Tensor, dim: int = 0) -> floa
     a, b = (t.double().reshape(len(kept), -1) for t in (a, b))
     same = (a == b) | (a.isnan() & b.isnan())
     apart = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
-    sizes = [t.abs().nan_to_num(0.0, 0.0, 0.0).amax(1) for t in (a, b)]
+    sizes = torch.maximum(*(t.abs().nan_to_num(0.0, 0.0, 0.0) for t in (a, b)))
+    masks = are_masks(sizes)
+    if masks is None:
+        return _relative(apart, sizes)
+    return max(_relative(apart.where(part, 0.0), sizes.where(part, 0.0)) for part in (masks, ~masks))
+
+
+def _relative(apart: Tensor, sizes: Tensor) -> float:
+    scale = sizes.amax(1)
     # 1e-6 of the whole: a row of zeros has no size of its own.
-    scale = torch.maximum(*sizes)
     scale = scale.clamp(min=max(1e-6 * float(scale.max()), 1e-30))
     return float((apart.amax(1) / scale).max())
+
+
+def are_masks(sizes: Tensor) -> Tensor | None:
+    """Where values are so large, apart from all others, that they must be what masks others (-1e9 on a logit).
+
+    Beside them any difference of the others would be below rounding. None: there are none.
+    """
+    large = sizes >= _LARGE
+    if not bool(large.any()) or bool(large.all()):
+        return None
+    return large if float(sizes[large].min()) >= 100 * float(sizes[~large].max()) else None
 
 
 def tolerance(t: Tensor, *, autocast: bool = False) -> float:

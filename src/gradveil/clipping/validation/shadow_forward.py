@@ -18,7 +18,7 @@ from gradveil.clipping.validation.surroundings import Attributes, Snapshot
 from gradveil.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from gradveil.clipping.operations.tracking import Tracing
+    from gradveil.clipping.operations.tracing import Tracing
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 The first batches are checked, and after them batches that cannot be foreseen, for the whole run: a model may begin to
 mix examples late. Three things are looked at:
 
-    the model        independence.py (outputs) and rehearsal.py (gradients), in the mode training runs in, before the
-                     user's own call
+    the model        example_independence.py (outputs) and rehearsal.py (gradients), in the mode training runs in,
+                     before the user's own call
     the loss         loss_watch.py, when ``backward()`` is called
     the whole step   rehearsal.py; of a closed step: all that it computes of an example, with the others exchanged
 
@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from gradveil.clipping.validation.loss_watch import LossWatch
 from gradveil.clipping.validation.mixing import check_model, model_refusal
 from gradveil.clipping.validation.own_loss import OwnLosses
 from gradveil.clipping.validation.rehearsal import Comparison, Rehearse, changes_with_rows, with_rows
+from gradveil.clipping.validation.row_differences import are_masks
 from gradveil.errors import ConfigError, UnsupportedModelError
 
 FIRST = 2  # batches that are checked at the beginning
@@ -59,6 +61,7 @@ class SpotChecks:
         self._parts: list[tuple[Any, Any]] | None = None  # of the model: attributes and hooks of each module
         self._whole = False  # the batch under way was checked as a whole step
         self._model_seen = False
+        self._warned_of_closure = False
         self.rehearse: Callable[[Callable[[], None]], list[Tensor] | None] | None = None  # a pass that keeps no sums
         self.report: Callable[[dict[str, bool]], None] = _unreported  # what was checked of a batch
 
@@ -241,13 +244,15 @@ class SpotChecks:
 
     # ---- the closed step
 
-    def whole_step(self, rehearse: Rehearse, batch: Any, rows: int) -> None:
+    def whole_step(self, rehearse: Rehearse, batch: Any, rows: int, *, holds: Sequence[Tensor] = ()) -> None:
         """Refuse a step in which the gradient of an example changes when the other examples of its batch do.
 
         The loss of the step itself is looked at as in an open loop: where the step draws random numbers, half a batch
         draws others, and only a loss that is run again tells whether it depends on the number of examples.
 
         ``rows`` is the number of examples; tensors of the batch with that size first are taken to be of the examples.
+        ``holds``: tensors that the step holds besides. One with a row for each example may be part of the batch, and is
+        not exchanged with it: then the step counts as checked in the model and the loss only.
         """
         if not changes_with_rows(batch, rows):
             raise ConfigError(
@@ -268,8 +273,31 @@ class SpotChecks:
                 "batch in preprocessing (centring, mixup), in the model (batch norm, attention along the batch) and in "
                 "the loss (a normaliser or mask computed from all targets)."
             )
-        self._whole = self._waiting = comparison.comparable
+        beside = any(t.dim() > 0 and t.shape[0] == rows for t in holds)
+        if beside and not self._warned_of_closure:
+            self._warned_of_closure = True
+            warnings.warn(
+                f"the function given to run_step holds a tensor with {rows} rows, as many as the batch has examples. "
+                "If it is part of the batch (targets, weights), pass it as an argument: it is not exchanged with the "
+                "examples, so the step does not count as checked as a whole.",
+                stacklevel=3,
+            )
+        self._whole = self._waiting = comparison.comparable and not beside
         self._first -= 1
+
+
+def tensors_held_by(function: Any) -> list[Tensor]:
+    """In its closure, its defaults, or bound to it by functools.partial."""
+    if isinstance(function, partial):
+        return [*_tensors((function.args, function.keywords)), *tensors_held_by(function.func)]
+    function = getattr(function, "__func__", function)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != types.CellType()]
+    defaults = getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)
+    return _tensors((cells, defaults))
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(held) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
 
 
 def _unreported(what: dict[str, bool]) -> None:
@@ -283,5 +311,7 @@ def _any_loss(output: Any, rows: int) -> Tensor:
     for t in tensors_in(output):
         if t.requires_grad and t.dim() > 0 and t.shape[0] == rows and not is_refused(t):
             weights = torch.randn(t.shape, generator=draw).to(t.device, t.dtype)
+            masks = are_masks(t.detach().abs().double().nan_to_num(0.0, 0.0, 0.0))
+            t = t if masks is None else t.masked_fill(masks, 0.0)
             total = total.to(t.device) + ((t + t.square()) * weights).sum()  # a gradient of its own for each example
     return total

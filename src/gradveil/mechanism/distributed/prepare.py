@@ -27,7 +27,7 @@ def is_cut(module: nn.Module, strategy: Strategy) -> bool:
             f"{cut.count(False)} of {len(cut)} trainable parameters are whole and the others cut over processes. "
             "Call fully_shard on the whole model too, so that it takes in what its layers have left."
         )
-    if not strategy.is_private or strategy.bounds == "per-coordinate":
+    if not strategy.is_private or strategy.bounds in ("per-coordinate", "adaptive"):
         raise ConfigError(
             f"strategy {strategy.name!r} does not work on a model that fully_shard has cut: it needs "
             "whole gradients. Choose another, or use DistributedDataParallel."

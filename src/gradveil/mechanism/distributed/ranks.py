@@ -180,7 +180,7 @@ class Ranks:
 
 
 class _Combined(ClipStats):
-    """A harvest of the whole batch, from numbers that were reduced."""
+    """Statistics of the whole batch, from numbers that were reduced."""
 
     def __init__(self, examples: int, within: Sequence[float], largest: Sequence[float]) -> None:
         super().__init__(len(within))

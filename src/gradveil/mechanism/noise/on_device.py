@@ -1,6 +1,6 @@
 """Noise onto gradients on a GPU: drawn there, and added to all of them in a few launches.
 
-Whose generator draws it, and what it is seeded with, is in randomness.py.
+Whose generator draws it, and what it is seeded with, is in streams.py.
 """
 
 from __future__ import annotations

@@ -11,33 +11,35 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
 - the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
   the noise off: a seed must be kept as secret as the data.
 
-Noise on the CPU comes from ChaCha12 (kernels/_noise.cpp), keyed by SHAKE-256 for one step, and turned into
-normal values by Box-Muller. Without the compiled kernels it comes from numpy's SFC64 (numpy_noise.py).
-Either way a value is a function of its place alone, so the result does not depend on the number of threads;
-but the two differ, and a seeded run repeats only with the generator it began with. :func:`cpu_generator` names
-the one in use. (A redone step with other noise is refused like any that is not the same bit for bit.)
+Noise on the CPU comes from ChaCha12, keyed by SHAKE-256 for one step; a value is a function of its place alone, so
+the result does not depend on the number of threads. There are two kinds:
 
-The normal values are ordinary floating-point ones; the known attacks on floating-point noise are not defended
-against, and the privacy statement says so.
+- "lattice" (lattice.py): what is released lies on a public lattice, and is differentially private in floating point
+  too; docs/noise.md has the proof. From the compiled kernel or from numpy, bit for bit the same.
+- "float": ordinary floating-point values by Box-Muller (_noise.cpp), in less than half the time. The known attacks on
+  floating-point noise are not defended against, and the privacy statement says so. Without the compiled kernels the
+  values are numpy's draws on the lattice, so a seeded run repeats only with kernels or only without.
+
+On a GPU noise is torch's, of the second kind, and its generator has a seed of 63 bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 
 from gradveil.clipping.backends import native
 from gradveil.clipping.backends.layers import layers
+from gradveil.clipping.per_sample_grads import at_least_float32
 from gradveil.errors import ConfigError
-from gradveil.mechanism.noise.numpy_normal import NAME as NUMPYS_NAME
-from gradveil.mechanism.noise.numpy_normal import NumpyNormals
+from gradveil.mechanism.noise import lattice
 from gradveil.mechanism.noise.on_device import add_device_noise
 
 
@@ -89,10 +91,6 @@ class SecretKey:
         """A CPU generator for one purpose and index."""
         return np.random.Generator(np.random.Philox(key=self._derive(purpose, index, 16)))
 
-    def fast_state(self, purpose: str, index: int | str = 0) -> bytes:
-        """The whole state of numpy's SFC64, 192 bits, for one purpose and index."""
-        return hashlib.shake_256(self._key + f"|{purpose}|{index}".encode()).digest(24)
-
     def torch_generator(
         self, purpose: str, index: int | str = 0, device: torch.device | str = "cpu"
     ) -> torch.Generator:
@@ -111,9 +109,6 @@ def fresh_nonce() -> str:
     return secrets.token_hex(16)
 
 
-_BLOCKS_PER_STEP = 1 << 40  # more blocks of numpy's values than any step has
-
-
 def _plain(grad: torch.Tensor) -> bool:
     """Whether the kernel takes it."""
     return grad.is_cpu and (grad.dtype == torch.float32 or grad.dtype == torch.float64) and grad.is_contiguous()
@@ -128,11 +123,6 @@ def _on_one_gpu(grads: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def cpu_generator() -> str:
-    """The generator of noise on the CPU: a seeded run repeats bit for bit only with the same one."""
-    return NUMPYS_NAME if native.kernels() is None else "native: ChaCha12, Box-Muller"
-
-
 @dataclass(frozen=True)
 class Shard:
     """The places of a tensor that a process holds: ``part`` of its ``whole`` elements, from ``start`` on."""
@@ -143,7 +133,7 @@ class Shard:
 
 
 class NoiseSource:
-    """Standard normal tensors for one step, drawn in a fixed order; on the tensor's own device."""
+    """The noise of one step, drawn in a fixed order; on the tensor's own device."""
 
     def __init__(
         self, key: SecretKey, index: int | str, *, generators: dict[torch.device, torch.Generator] | None = None
@@ -156,18 +146,9 @@ class NoiseSource:
         self._generators = generators if generators is not None else {}
         self._index = index
         self.nonce = index if isinstance(index, str) else None
-        self._tensors = 0  # noised so far, by the kernel
-        self._cipher_key: bytes | None = None
-        self._side: np.random.Generator | None = None
+        self._tensors = 0  # noised so far
+        self._keys: dict[str, bytes] = {}
         self._cuda: dict[torch.device, torch.Generator] = {}
-
-    @cached_property
-    def by_numpy(self) -> NumpyNormals:
-        """The sequence of values where there are no compiled kernels."""
-        index = self._index
-        if isinstance(index, int):
-            return NumpyNormals(lambda block: self._key.fast_state("noise", index * _BLOCKS_PER_STEP + block))
-        return NumpyNormals(lambda block: self._key.fast_state("noise", f"{index}|{block}"))
 
     def normal_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Independent N(0, 1) of the shape, device and dtype of ``tensor`` (drawn in float32 or better)."""
@@ -176,17 +157,24 @@ class NoiseSource:
     def wide_normal_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same in float64 where the tensor is, and in float32 otherwise: a draw is not rounded to half."""
         dtype = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
-        if tensor.device.type == "cpu":
-            kernels = native.kernels()
-            if kernels is not None:
-                draw = torch.zeros(tensor.shape, dtype=dtype)
-                self._add_by_kernel(kernels, [draw], [1.0], divide_by=1.0)
-                return draw
-            draw = torch.from_numpy(self.by_numpy.next_values(tensor.numel(), dtype)).view(tensor.shape)
-        else:
+        if not tensor.is_cpu:
             generator = self._on_device(tensor.device)
-            draw = torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
-        return draw
+            return torch.randn(tensor.shape, dtype=dtype, device=tensor.device, generator=generator)
+        return self._normals(Shard(0, tensor.numel(), tensor.numel()), dtype).view(tensor.shape)
+
+    def lattice_draws(self, shape: Sequence[int]) -> torch.Tensor:
+        """The next tensor's noise in units of its lattice, on the CPU: whole numbers in float64."""
+        return _draws(self._key_for("lattice-noise"), [(self._next(), 0, math.prod(shape))])[0].view(tuple(shape))
+
+    def _next(self, tensors: int = 1) -> int:
+        """The number of the next tensor, where so many are noised."""
+        self._tensors += tensors
+        return self._tensors - tensors
+
+    def _key_for(self, purpose: str) -> bytes:
+        if purpose not in self._keys:
+            self._keys[purpose] = self._key.cipher_key(purpose, self._index)
+        return self._keys[purpose]
 
     def device_seed(self, device: torch.device) -> int:
         """What this step's generator on a GPU is seeded with; as secret as the key."""
@@ -229,15 +217,34 @@ class NoiseSource:
             self._add_by_torch(grads, stds, divide_by)
 
     def _add_by_torch(self, grads: Sequence[torch.Tensor], stds: Sequence[float], divide_by: float) -> None:
-        if grads and all(_plain(grad) and grad.dtype == torch.float32 for grad in grads):
-            self.by_numpy.add_to(grads, stds, divide_by=divide_by)
+        for grad, std in zip(grads, stds, strict=True):  # in float32 at least, rounded once
+            grad.copy_((at_least_float32(grad) + std * self.wide_normal_like(grad)) / divide_by)
+
+    @torch.no_grad()
+    def add_on_lattice(
+        self,
+        grads: Sequence[torch.Tensor],
+        stds: Sequence[float],
+        *,
+        divide_by: float,
+        shards: Sequence[Shard] | None = None,
+    ) -> None:
+        """As :meth:`add_to` on the CPU, with g rounded to a lattice and std z drawn on it; 0 stays without noise.
+
+        ``stds`` must allow for the rounding: see :func:`gradveil.mechanism.noise.lattice.widened`. ``shards``: the
+        gradients are parts of tensors, and get the noise of their places.
+        """
+        kernels = native.kernels()
+        if kernels is not None and shards is None and all(stds) and all(_plain(grad) for grad in grads):
+            self._add_by_kernel(kernels, grads, stds, divide_by=divide_by, on_lattice=True)
             return
-        for grad, std in zip(grads, stds, strict=True):
-            draw = self.wide_normal_like(grad)
-            if grad.dtype in (torch.float32, torch.float64):
-                grad.add_(draw, alpha=std).div_(divide_by)
-            else:  # add in float32, round once
-                grad.copy_((grad.float() + std * draw) / divide_by)
+        first, starts = self._next(len(grads)), [0] * len(grads) if shards is None else [s.start for s in shards]
+        pieces = [(first + i, start, grad.numel()) for i, (grad, start) in enumerate(zip(grads, starts, strict=True))]
+        for grad, std, units in zip(grads, stds, _draws(self._key_for("lattice-noise"), pieces), strict=True):
+            if std:
+                grad.copy_(lattice.noised(grad, units.view(grad.shape), std, divide_by=divide_by))
+            else:
+                grad.div_(divide_by)
 
     @torch.no_grad()
     def _add_to_owned(
@@ -266,8 +273,8 @@ class NoiseSource:
             if shard.part == shard.whole:
                 self.add_to([grad], [std], divide_by=divide_by)
                 continue
-            draw = self._shard_normals(shard, grad) if grad.is_cpu else self._device_shard(shard, grad)
-            wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+            wide = at_least_float32(grad)
+            draw = self._normals(shard, wide.dtype) if grad.is_cpu else self._device_shard(shard, grad)
             grad.copy_((wide + std * draw.view_as(grad)) / divide_by)
 
     def _device_shard(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
@@ -277,22 +284,16 @@ class NoiseSource:
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         return torch.randn(grad.shape, dtype=dtype, device=grad.device, generator=generator)
 
-    def _shard_normals(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
-        """The normal values of some places of a tensor."""
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        kernels = native.kernels()
-        if kernels is not None:
-            number, self._tensors = self._tensors, self._tensors + 1
-            draw = torch.zeros(shard.part, dtype=dtype)
-            kernels.add_noise(self._step_key(), [(draw, 1.0, number)], divide_by=1.0, starts=[shard.start])
-            return draw
-        start = self.by_numpy.take(shard.whole, dtype) + shard.start
-        return torch.from_numpy(self.by_numpy.values(start, shard.part, dtype))
-
-    def _step_key(self) -> bytes:
-        if self._cipher_key is None:
-            self._cipher_key = self._key.cipher_key("noise-key", self._index)
-        return self._cipher_key
+    def _normals(self, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
+        """The normal values of some places of the next tensor, on the CPU."""
+        kernels, number = native.kernels(), self._next()
+        if kernels is None:
+            units = lattice.draws(self._key_for("lattice-noise"), [(number, shard.start, shard.part)])[0]
+            return torch.from_numpy(units / lattice.UNITS).to(dtype)
+        draw = torch.zeros(shard.part, dtype=dtype)
+        key = self._key_for("noise-key")
+        kernels.add_noise(key, [(draw, 1.0, number)], divide_by=1.0, starts=[shard.start])
+        return draw
 
     def pass_over(self, tensors: Sequence[torch.Tensor]) -> None:
         """Others add these tensors' noise: what is drawn next is what would have been drawn after them."""
@@ -301,7 +302,6 @@ class NoiseSource:
                 self.wide_normal_like(tensor)  # a stream in order: drawn, and left out
             else:
                 self._tensors += 1
-                self.by_numpy.take(tensor.numel(), tensor.dtype)
 
     def _add_by_kernel(
         self,
@@ -310,21 +310,35 @@ class NoiseSource:
         stds: Sequence[float],
         *,
         divide_by: float,
+        on_lattice: bool = False,
     ) -> None:
-        cipher_key = self._step_key()
-        first = self._tensors
-        self._tensors += len(grads)
+        cipher_key = self._key_for("lattice-noise" if on_lattice else "noise-key")
+        first = self._next(len(grads))
         library = layers()
         if library is not None:
             key = list(struct.unpack("<4q", cipher_key))
-            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first)
+            library.add_cipher_noise(list(grads), list(stds), divide_by, key, first, on_lattice)
             return
         numbered = [(grad, std, first + i) for i, (grad, std) in enumerate(zip(grads, stds, strict=True))]
-        kernels.add_noise(cipher_key, numbered, divide_by=divide_by)
+        kernels.add_noise(cipher_key, numbered, divide_by=divide_by, lattice=on_lattice)
         torch.autograd.graph.increment_version(list(grads))  # written to behind torch's back
 
-    def normals(self, count: int) -> list[float]:
-        """``count`` independent N(0, 1) numbers, for side releases; a stream apart from the gradients'."""
-        if self._side is None:
-            self._side = self._key.stream("side-noise", self._index)
-        return [float(value) for value in self._side.standard_normal(count)]
+    def noised(self, values: Sequence[float], std: float, *, sensitivity: float) -> tuple[float, ...]:
+        """Numbers that are released beside the gradients, with noise of their own, on a lattice.
+
+        ``sensitivity``: of all of them together, in l2 norm.
+        """
+        units = _draws(self._key_for("side-noise"), [(0, 0, len(values))])[0]
+        wide = lattice.widened(std, sensitivity=sensitivity, coordinates=len(values))
+        return tuple(lattice.noised(torch.tensor(values, dtype=torch.float64), units, wide, divide_by=1.0).tolist())
+
+
+def _draws(key: bytes, pieces: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """For each (tensor, start, count) the noise of these places in units of the lattice: whole numbers in float64."""
+    kernels = native.kernels()
+    if kernels is None:
+        return [torch.from_numpy(units) for units in lattice.draws(key, pieces)]
+    out = [torch.zeros(count, dtype=torch.float64) for _, _, count in pieces]
+    targets = [(units, lattice.UNITS, tensor) for units, (tensor, _, _) in zip(out, pieces, strict=True)]
+    kernels.add_noise(key, targets, divide_by=1.0, starts=[start for _, start, _ in pieces], lattice=True)
+    return out

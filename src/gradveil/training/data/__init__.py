@@ -1,6 +1,6 @@
 """Data sets: what gradveil can train on, where the files are, and a strict reader for each public format.
 
->>> from gradveil import data
+>>> from gradveil.training import data
 >>> digits = data.load("digits")
 >>> digits.input_shape, digits.classes, len(digits.train), len(digits.test)
 ((1, 8, 8), 10, 1347, 450)

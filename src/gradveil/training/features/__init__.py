@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from gradveil.errors import UnknownNameError
-from gradveil.training.features.balanced import BalancedScattering
+from gradveil.training.features.balanced import BalancedScattering, CentredScattering
 from gradveil.training.features.scattering import Scattering
 
-__all__ = ["MAPS", "BalancedScattering", "Scattering", "extract", "make"]
+__all__ = ["MAPS", "BalancedScattering", "CentredScattering", "Scattering", "extract", "make"]
 
-MAPS = {"scattering": Scattering, "balanced-scattering": BalancedScattering}
+MAPS = {"scattering": Scattering, "balanced-scattering": BalancedScattering, "centred-scattering": CentredScattering}
 _AT_ONCE = {"cpu": 48, "cuda": 3000}  # channels of images: on a CPU, as many as its cache holds
 
 

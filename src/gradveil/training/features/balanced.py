@@ -11,6 +11,9 @@ most of the channels, hold most of the energy. Three fixed maps mend some of tha
    the same weight to directions that hold nothing.
 3. every example is scaled to the same length, so that no gradient is clipped for the contrast of its picture.
 
+:class:`CentredScattering` takes the mean of the drawings off before 3: what all pictures share tells no classes apart,
+and takes up length that the rest is scaled down for.
+
 Each is a function of one example alone: they cost no privacy. benchmarks/try_features.py measures what they bring.
 """
 
@@ -46,11 +49,35 @@ class BalancedScattering(Scattering):
         super().__init__(input_shape)
         self.register_buffer("balance", _balance(self.input_shape, power), persistent=False)
 
+    def channels(self, x: Tensor) -> Tensor:
+        """The balanced channels, before each example is scaled."""
+        found: Tensor = torch.einsum("dc,nchw->ndhw", self.balance, super().forward(opponent(x)))
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
-        channels = torch.einsum("dc,nchw->ndhw", self.balance, super().forward(opponent(x)))
+        channels = self.channels(x)
         scale = _LENGTH / torch.linalg.vector_norm(channels, dim=(1, 2, 3), keepdim=True).clamp(min=1e-6)
         balanced: Tensor = channels * scale
         return balanced
+
+
+class CentredScattering(BalancedScattering):
+    """The same, with the mean of the drawings' channels, at each place, taken off before the scaling.
+
+    >>> CentredScattering((1, 8, 8)).output_shape
+    (81, 2, 2)
+    """
+
+    mean: Tensor
+
+    def __init__(self, input_shape: Sequence[int], *, power: float = POWER) -> None:
+        super().__init__(input_shape, power=power)
+        with torch.no_grad():
+            mean = torch.einsum("dc,chw->dhw", self.balance, _drawn(self.input_shape).mean(0))
+        self.register_buffer("mean", mean, persistent=False)
+
+    def channels(self, x: Tensor) -> Tensor:
+        return super().channels(x) - self.mean
 
 
 def opponent(x: Tensor) -> Tensor:
@@ -61,14 +88,19 @@ def opponent(x: Tensor) -> Tensor:
     return torch.einsum("dc,nchw->ndhw", axes, x)
 
 
-@lru_cache(maxsize=8)
-def _balance(shape: tuple[int, ...], power: float) -> Tensor:
-    """K^-power of the channels of drawings."""
+@lru_cache(maxsize=2)
+def _drawn(shape: tuple[int, ...]) -> Tensor:
+    """Scattering features of drawings."""
     scattering = Scattering(shape)
     drawings = opponent(draw(_DRAWINGS, shape, _SEED))
     with torch.no_grad():
-        found = torch.cat([scattering(part) for part in drawings.split(16)])
-    return balance_of(found, power)
+        return torch.cat([scattering(part) for part in drawings.split(16)])
+
+
+@lru_cache(maxsize=8)
+def _balance(shape: tuple[int, ...], power: float) -> Tensor:
+    """K^-power of the channels of drawings."""
+    return balance_of(_drawn(shape), power)
 
 
 def balance_of(features: Tensor, power: float = POWER) -> Tensor:

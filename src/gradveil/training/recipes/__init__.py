@@ -32,6 +32,7 @@ class Recipe:
     summary: str
     tried: int
     settings: Mapping[str, Any]
+    chosen_by: str = "test accuracy"  # of those runs; "held-out accuracy": of training examples that were held out
 
     @property
     def dataset(self) -> str:
@@ -47,8 +48,8 @@ class Recipe:
         if not self.tried:
             return "the settings were chosen without looking at a run on these data"
         return (
-            f"the settings were chosen by the test accuracy of {self.tried} runs on the same data; epsilon is of one "
-            "run, and does not cover that choice"
+            f"the settings were chosen by the {self.chosen_by} of {self.tried} runs on the same data; epsilon is of "
+            "one run, and does not cover that choice"
         )
 
 

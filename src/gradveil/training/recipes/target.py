@@ -45,4 +45,5 @@ def sigma_for(
         delta=header.delta,
         side_of=side_of if header.plan.get("side_inverse_square") else None,
         least=least,
+        accountant="RDP" if header.plan.get("filter") else None,
     )

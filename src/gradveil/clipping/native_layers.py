@@ -1,4 +1,4 @@
-"""Which layers have their autograd node in C++ (kernels/layers.py), and when a call may go there.
+"""Which layers have their autograd node in C++ (backends/layers.py), and when a call may go there.
 
 Only kinds that C++ knows, all of whose parameters train. A call goes there in plain float32, and on a GPU under
 autocast: normalisations, which it leaves in float32, and linear layers, in half precision. Everything else goes
@@ -7,7 +7,7 @@ through :class:`~gradveil.clipping.clipped_functions.ClippedFunction`, with the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from gradveil.clipping.backends.layers import Layers, NativeWatch
 from gradveil.clipping.rules.conv import ConvRule
 from gradveil.clipping.rules.linear import MULTIPLIES_HALVES, Conv1DRule, LinearRule
 from gradveil.clipping.rules.norm import GroupNormRule, LayerNormRule
-from gradveil.clipping.tracked_modules import TrackedModule
+
+if TYPE_CHECKING:
+    from gradveil.clipping.tracked_modules import TrackedModule
 
 
 class NativeLayer:
@@ -63,7 +65,7 @@ class NativeLayer:
         self._in_cpp.share()
 
     def learn(self, x: Tensor, g: Tensor, program: list[int] | None) -> None:
-        """What the kernels do for inputs of these shapes (kernels/programs.py); None where that cannot be recorded."""
+        """What the kernels do for inputs of these shapes (backends/programs.py); None where that cannot be recorded."""
         if program is None:
             self._without_program.add(_key(x, g))
         else:

@@ -1,6 +1,6 @@
 """Which uses the CUDA kernels take, and how: one launch or a few per layer, nothing read back.
 
-A use that none of them takes goes through PyTorch (uses.py), with the same result up to rounding.
+A use that none of them takes goes through PyTorch (per_sample_grads.py), with the same result up to rounding.
 """
 
 from __future__ import annotations
