@@ -120,13 +120,13 @@ def test_inputs_of_other_views_are_refused(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"features": "scattering", "model": "linear"}])
 def test_the_accuracy_is_that_of_the_mean_prediction(tmp_path, monkeypatch, changes):
     kept = []
-    fit = training._Session.fit
+    fit = training.Session.fit
 
     def watched(self, progress):
         kept.append(self)
         return fit(self, progress)
 
-    monkeypatch.setattr(training._Session, "fit", watched)
+    monkeypatch.setattr(training.Session, "fit", watched)
     result = training.train(config(views=2, augment="flip", **changes), run_dir=tmp_path / "run", seed=1)
     (session,) = kept
     assert session.engine.settings.views == 2
@@ -144,7 +144,7 @@ def test_parts_of_a_batch_see_the_views_of_the_whole(tmp_path, monkeypatch):
     seen = {}
     for physical in (None, 5):
         rows = []
-        step = training._Session._eager_step
+        step = training.Session._eager_step
 
         def watched(self, x, y, step=step, rows=rows):
             if self.engine.step == 0:
@@ -152,7 +152,7 @@ def test_parts_of_a_batch_see_the_views_of_the_whole(tmp_path, monkeypatch):
             return step(self, x, y)
 
         with monkeypatch.context() as patch:
-            patch.setattr(training._Session, "_eager_step", watched)
+            patch.setattr(training.Session, "_eager_step", watched)
             where = tmp_path / str(physical)
             changes = {} if physical is None else {"physical_batch_size": physical}
             training.train(config(views=3, augment="flip-shift", **changes), run_dir=where, seed=1)

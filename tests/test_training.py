@@ -15,9 +15,9 @@ from digits_runs import SEED, Killed, equal, interrupted, killed, settings, tens
 from gradveil.accounting import from_releases, proved_epsilon
 from gradveil.accounting.ledger import Ledger
 from gradveil.errors import BudgetExhausted, ConfigError
-from gradveil.training import loop as training
 from gradveil.training.config import RunConfig, read_toml
-from gradveil.training.loop import Result, resume, train
+from gradveil.training.loop import resume, train
+from gradveil.training.results import Progress, Result
 from gradveil.training.run_directory import RunDirectory
 
 # ---- repeatable
@@ -324,7 +324,7 @@ def test_the_progress_is_told_after_the_ledger_is_on_disk(tmp_path: Path) -> Non
     run = RunDirectory(tmp_path / "run")
     told: list[tuple[int, int]] = []
 
-    def tell(progress: training.Progress) -> None:
+    def tell(progress: Progress) -> None:
         told.append((progress.step, len(run.verified_ledger().releases)))
 
     train(settings(), run_dir=run.path, progress=tell)

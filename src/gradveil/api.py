@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradveil.accounting import PaperEpsilon, ProvedEpsilon
     from gradveil.attacks.trial import AttackResult
     from gradveil.reports.gates import Gate
-    from gradveil.training.loop import Progress, Result
+    from gradveil.training.results import Progress, Result
 
 Where = str | os.PathLike[str]
 

@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_begins_anew_and_is_charged_once(tmp_path, monkeyp
     class Killed(Exception):
         pass
 
-    original = training._Session._save
+    original = training.Session._save
 
     def save(self):
         original(self)
@@ -109,10 +109,10 @@ def test_a_run_that_was_killed_begins_anew_and_is_charged_once(tmp_path, monkeyp
         if len(seen) == 2:
             raise Killed
 
-    monkeypatch.setattr(training._Session, "_save", save)
+    monkeypatch.setattr(training.Session, "_save", save)
     with pytest.raises(Killed):
         training.train(config, run_dir=tmp_path / "cell" / "run", seed=0)
-    monkeypatch.setattr(training._Session, "_save", original)
+    monkeypatch.setattr(training.Session, "_save", original)
     resumed = run_cell(tiny(checkpoint_every=1), tmp_path / "cell", Place())
     assert resumed["accuracy"] == whole["accuracy"]
     assert [look["loss"] for look in resumed["trace"]][-1] is not None

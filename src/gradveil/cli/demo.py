@@ -14,7 +14,7 @@ from gradveil.training.config import RunConfig
 
 if TYPE_CHECKING:
     from gradveil.attacks.trial import AttackResult
-    from gradveil.training.loop import Result
+    from gradveil.training.results import Result
 
 # Digits has 1347 training examples, so a batch of 128 is a large share of them and epsilon is large too: the demo shows
 # how the strategies differ, not a setting to copy. l2-max is shown in both of its readings: the batch one is the one

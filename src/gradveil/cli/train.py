@@ -20,7 +20,7 @@ from gradveil.mechanism.records import SAMPLINGS
 from gradveil.training.config import RunConfig, read_toml
 
 if TYPE_CHECKING:
-    from gradveil.training.loop import Result
+    from gradveil.training.results import Result
 
 _DECAYS = click.Choice(list(schedules.DECAYS))
 

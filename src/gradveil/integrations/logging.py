@@ -10,7 +10,7 @@
 An epsilon is written under a name that says what kind it is (``epsilon/proved-RDP``, ``epsilon/as-published``); kinds
 are never merged into one curve. The loss is computed from the private data without noise, which no epsilon covers, and
 its name says so. The seed is neither read nor written. The ledger is on disk before progress is reported
-(training/loop.py): what is seen here was counted before.
+(training/session.py): what is seen here was counted before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradveil.integrations._shared import epsilon_name, require
 
 if TYPE_CHECKING:
     from gradveil.accounting import Statement
-    from gradveil.training.loop import Progress, Result
+    from gradveil.training.results import Progress, Result
 
 LOSS = "loss/not-private"
 ACCURACY = "accuracy"

@@ -21,7 +21,8 @@ from gradveil.accounting.manifest import bind_written
 from gradveil.accounting.repeat_and_select import selected_epsilon
 from gradveil.errors import ConfigError, RunDirectoryError
 from gradveil.training.config import RunConfig
-from gradveil.training.loop import Result, train
+from gradveil.training.loop import train
+from gradveil.training.results import Result
 from gradveil.training.run_directory import write_whole
 
 FREE = ("lr", "clip", "momentum", "weight_decay", "optimizer", "activation", "dropout", "average")

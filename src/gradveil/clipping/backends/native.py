@@ -15,7 +15,6 @@ import os
 import subprocess
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_int32, c_int64, c_long, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradveil.clipping.backends import build
+from gradveil.clipping.backends.clipped import Clipped as Clipped
 
 _HERE = Path(__file__).parents[1] / "_csrc"
 SOURCES = tuple(_HERE / name for name in ("_native.cpp", "_grams.cpp", "_norms.cpp", "_noise.cpp", "_lattice.cpp"))
@@ -117,16 +117,6 @@ class ConvGeometry:
         self.pixels = g.shape[2] * g.shape[3]
         shape = (*x.shape[1:], *g.shape[1:], *kernel, *stride, *padding, *dilation, groups)
         self.shape = _Shape(*shape)
-
-
-@dataclass(slots=True)
-class Clipped:
-    """What became of a batch: sums of clipped gradients, and of each example what it was clipped by."""
-
-    sums: list[Tensor]  # of weight and bias, those that train
-    norms: Tensor  # (B,) before clipping; float64 by a kernel
-    weights: Tensor  # (B,) min(1, bound / norm), 0 where the norm is not finite
-    not_finite: int  # how many
 
 
 class Kernels:
