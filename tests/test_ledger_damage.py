@@ -142,11 +142,11 @@ def test_a_foreign_file_is_refused_at_line_1(path: Path, data: bytes) -> None:
 
 
 def test_a_header_of_another_version_is_refused_as_such(path: Path) -> None:
-    body = make_header().to_dict() | {"format_version": 2}
+    body = make_header().to_dict() | {"format_version": 3}
     line, _ = lines.line(1, "header", lines.body_text(body), lines.GENESIS)
     error = _refused(path, line.encode())
     assert error.line == 1
-    assert "version" in str(error) and "2" in str(error)
+    assert "version" in str(error) and "3" in str(error)
 
 
 @pytest.mark.parametrize(

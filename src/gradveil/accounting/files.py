@@ -9,6 +9,7 @@ And writing one so that it is on disk whole or not at all (:func:`write_whole`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -160,6 +161,23 @@ def unreadable(path: Path, why: str) -> DataError:
     return DataError(f"{path} cannot be read: {why}.")
 
 
+def explained(error: OSError, path: Path | str, what: str, then: str) -> OSError:
+    """An error of the operating system: its file, what was being written, and ``then``: what is safe, what to do."""
+    reason = error.strerror or str(error)
+    mend = _MENDS.get(error.errno or 0, "mend what is wrong with the disk")
+    return OSError(error.errno or errno.EIO, f"{reason}, while {what}. {then.format(mend=mend)}", str(path))
+
+
+_MENDS = {
+    errno.ENOSPC: "free space on its disk",
+    errno.EDQUOT: "free space or raise the quota",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.EACCES: "give yourself the right to write there",
+    errno.EPERM: "give yourself the right to write there",
+    errno.EROFS: "make the file system writable",
+}
+
+
 def _kind(value: object) -> str:
     kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
@@ -173,19 +191,33 @@ def _reason(error: Exception) -> str:
     return str(error)[:200]
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file so that it is there whole, and on disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+_SAFE = "Nothing else was changed: {mend} and try again."
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o644, *, what: str = "", then: str = _SAFE) -> None:
+    """Write a file so that it is there whole, and on disk, or not at all.
+
+    Where the operating system refuses, the error says ``what`` was being written, and ``then``: what is safe, and how
+    to go on.
+    """
     try:
-        os.fchmod(descriptor, mode & ~_umask() if mode != 0o600 else mode)
+        _write_whole(path, data, mode)
+    except OSError as error:
+        raise explained(error, path, f"writing {what or path.name}", then) from None
+
+
+def _write_whole(path: Path, data: bytes, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode & ~_umask() if mode != 0o600 else mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     _sync_directory(path.parent)

@@ -103,5 +103,6 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(0)
     except OSError as error:
-        click.echo(f"gradveil: {error.filename or ''}: {error.strerror or error}", err=True)
+        where = "" if error.filename is None else f"{error.filename}: "
+        click.echo(f"gradveil: {where}{error.strerror or error}", err=True)
         sys.exit(2)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from gradveil.accounting._checks import trusted
+from gradveil.accounting._release_table import sigmas_of
 from gradveil.accounting.ledger import Contents
 from gradveil.cli._output import number, table, upper
 from gradveil.errors import ConfigError, RunDirectoryError
@@ -156,7 +157,7 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     delta = flags.get("delta", header.delta)
 
     def compute() -> _Account:
-        sigmas = [r.sigma for r in releases]
+        sigmas = sigmas_of(releases)
         noised = accounting.is_noised(header, releases)
         proved = accounting.all_views(lambda **v: accounting.proved_epsilon(header, releases, delta=delta, **v))
         charged = max(view.steps_charged for views in proved.values() for view in views.values())
