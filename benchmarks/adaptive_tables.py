@@ -56,7 +56,8 @@ def adaptive() -> str:
             for strategy in dict.fromkeys(row["strategy"] for row in mine):
                 here = [row for row in mine if (row["epsilon"], row["strategy"]) == (epsilon, strategy)]
                 by_rate = {lr: [row for row in here if row["lr"] == lr] for lr in setting["lrs"]}
-                by_rate = {lr: found for lr, found in by_rate.items() if found}
+                seeds = max((len(found) for found in by_rate.values()), default=0)
+                by_rate = {lr: found for lr, found in by_rate.items() if found and len(found) == seeds}
                 if not by_rate:
                     continue
                 lr, best = max(by_rate.items(), key=lambda kv: statistics.fmean(row["accuracy"] for row in kv[1]))
@@ -78,7 +79,15 @@ def adaptive() -> str:
         f"training examples held out, rates {', '.join(f'{lr:g}' for lr in s['lrs'])}"
         for name, s in data["settings"].items()
     )
-    head = ["set", "epsilon", "strategy", "held-out accuracy", "seeds from, to", "seeds", "best rate"]
+    head = [
+        "set",
+        "epsilon",
+        "strategy",
+        "held-out accuracy",
+        "seeds from, to",
+        "seeds",
+        "best rate that all seeds had",
+    ]
     return f"{told}. 2 CPU cores; `{data['machine']['command']}`.\n\n{table(head, rows)}"
 
 
