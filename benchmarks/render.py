@@ -20,7 +20,7 @@ import adaptive_tables
 import speed_tables
 import zoo_tables
 from speed_tables import machine, steps_beside
-from tables import ABSENT, RESULTS, ROOT, load, table
+from tables import ABSENT, RESULTS, ROOT, attack_strength, load, table
 
 FIGURES = ROOT / "docs" / "figures"
 DOCUMENTS = (
@@ -384,6 +384,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "any_network": zoo_tables.any_network,
     "machine_leakage_cuda": lambda: machine("leakage_cuda"),
     "leakage_cuda": lambda: leakage("leakage_cuda"),
+    "attack_strength": attack_strength,
+    "machine_attack_strength": lambda: machine("attack_strength"),
     "text_attack": text_attack,
     "machine_text_attack": lambda: machine("text_attack"),
     "leakage_speed_cuda": lambda: leakage_speed("leakage_cuda"),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.methods.analytic import Analytic
+from gradveil.attacks.methods.inversion import MAP
 from gradveil.attacks.observation.observe import observe
 from gradveil.attacks.scoring.metrics import matched, psnr
 from gradveil.errors import UnsupportedModelError
@@ -50,6 +51,13 @@ def test_every_example_of_a_batch_exactly(batch, clip):
     x = torch.stack([row[picked] for row, picked in zip(found.x, order, strict=True)])
     assert float(psnr(x, secret.x).min()) > 60.0
     assert torch.equal(torch.gather(found.labels, 1, order), secret.y) and not bool(found.failed.any())
+
+
+def test_map_computes_what_need_not_be_searched_for():
+    seen, secret = see(net(), 4)
+    found = MAP().run(seen, iterations=1)
+    x = torch.stack([row[picked] for row, picked in zip(found.x, matched(found.x, secret.x), strict=True)])
+    assert float(psnr(x, secret.x).min()) > 60.0
 
 
 def test_no_blend_without_a_word():

@@ -204,16 +204,32 @@ def _try(case: Sighted, attack: Attack, seconds: float, seed: int) -> Tried:
 
 
 def _run_for(attack: Attack, seen: Observation, seconds: float, seed: int) -> Reconstruction:
-    """As many iterations as fit: a first one (which is slow: much is loaded), a few that are timed, then the rest."""
+    """As many iterations as fit: a first one (which is slow: much is loaded), a few that are timed, then the rest.
+
+    A run that takes longer than was foreseen is broken off, and the last of the earlier ones stands.
+    """
     begun = time.perf_counter()
     found, done, took = attack.run(seen, iterations=1, seed=seed), 1, time.perf_counter() - begun
+
+    def watch(iteration: int, x: Tensor) -> None:
+        if time.perf_counter() - begun > seconds:
+            raise _TimeUp
+
     for limit in () if isinstance(attack, Analytic) else (_TIMED, _ITERATIONS):
         left = seconds - (time.perf_counter() - begun)
-        fit = min(limit, int(left * done / took))
+        fit = min(limit, int(0.8 * left * done / took))
         if fit > done:
             started = time.perf_counter()
-            found, done, took = attack.run(seen, iterations=fit, seed=seed), fit, time.perf_counter() - started
+            try:
+                found, done, took = attack.run(seen, iterations=fit, seed=seed, watch=watch), fit, 0.0
+            except _TimeUp:
+                break
+            took = time.perf_counter() - started
     return found
+
+
+class _TimeUp(Exception):
+    """The time of an attack is up."""
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradveil.attacks.observation.task import plain_attention
 from gradveil.attacks.observation.views import Observation, StepObservation
 
 _GREY = 0.5
@@ -198,7 +199,8 @@ def layer_inputs(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, la
 
     handles = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in layers]
     try:
-        functional_call(module, dict(weights), (x,))
+        with plain_attention():
+            functional_call(module, dict(weights), (x,))
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@ Searched in whitened coordinates: x = mean + L z with L L' the covariance, so th
 Gaussian for all classes, one mean for each class, or one Gaussian for each: whichever makes held-out public examples
 most likely. A sample covariance is shrunk towards a stationary one (equal for all pairs of pixels at the same
 displacement), by as much as the same held-out examples ask for; the covariance of a class towards the pooled one.
-Victims are never looked at.
+Images count mirrored too where that makes held-out ones more likely. Victims are never looked at.
 
 Legend: n public examples, D numbers of an input, K classes, V victims, B examples of one victim.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -117,9 +117,11 @@ def fit_gaussian(public: Public, shape: tuple[int, ...], labels: Tensor) -> Gaus
 
 @dataclass(frozen=True)
 class _Choice:
-    """``shrinkage`` towards the stationary covariance; means by class; a class' covariance ``pooled`` so far."""
+    """``shrinkage`` towards the stationary covariance; every image also the other way round (``mirrored``); means
+    by class; a class' covariance ``pooled`` so far."""
 
     shrinkage: float
+    mirrored: bool = False
     by_class: bool = False
     pooled: float = 1.0
 
@@ -127,16 +129,23 @@ class _Choice:
 def _choose(x: Tensor, y: Tensor | None, cut: int, shape: tuple[int, ...], wanted: list[int]) -> _Choice:
     """By the likelihood of the last examples under what the first ``cut`` give."""
     train, held = x[:cut], x[cut:]
+    labels = None if y is None else y[:cut]
     shrinkage, best = _shrink(_covariance(train - train.mean(0)), held - train.mean(0), shape)
     choice = _Choice(shrinkage)
-    counts = None if y is None else torch.bincount(y[:cut], minlength=max(wanted) + 1)
-    if y is None or counts is None or min(int(counts[c]) for c in wanted) < ENOUGH:
+    if len(shape) == 3:  # faces and things are as likely the other way round, digits are not
+        both = torch.cat([train, _mirrored(train, shape)])
+        shrinkage, found = _shrink(_covariance(both - both.mean(0)), held - both.mean(0), shape)
+        if found > best:
+            choice, best, train = _Choice(shrinkage, mirrored=True), found, both
+            labels = None if labels is None else torch.cat([labels, labels])
+    counts = None if labels is None else torch.bincount(labels, minlength=max(wanted) + 1)
+    if y is None or labels is None or counts is None or min(int(counts[c]) for c in wanted) < ENOUGH:
         return choice
-    means = _means(train, y[:cut], int(y.max()) + 1)
-    within = _covariance(train - means[y[:cut]])
+    means = _means(train, labels, int(y.max()) + 1)
+    within = _covariance(train - means[labels])
     shrunk, found = _shrink(within, held - means[y[cut:]], shape)
     if found > best:
-        choice = _Choice(shrunk, by_class=True)
+        choice = replace(choice, shrinkage=shrunk, by_class=True)
     if min(int(counts[c]) for c in wanted) < x.shape[1] // _CLASS_SHARE:
         return choice
     target = _shrunk(within, shrunk, shape)
@@ -144,13 +153,13 @@ def _choose(x: Tensor, y: Tensor | None, cut: int, shape: tuple[int, ...], wante
     for pooled in _TO_POOLED:
         total = 0.0
         for c in wanted:
-            own = _covariance(train[y[:cut] == c] - means[c])
+            own = _covariance(train[labels == c] - means[c])
             total += _likelihood((1 - pooled) * own + pooled * target, held[y[cut:] == c] - means[c])[0]
         if total <= before:
             break
         before = total
         if pooled < 1.0:
-            choice = _Choice(shrunk, by_class=True, pooled=pooled)
+            choice = replace(choice, shrinkage=shrunk, by_class=True, pooled=pooled)
     return choice
 
 
@@ -158,6 +167,8 @@ def _fitted(
     x: Tensor, y: Tensor | None, choice: _Choice, shape: tuple[int, ...], wanted: list[int]
 ) -> tuple[dict[int | None, Component], str]:
     """All public examples, as was chosen on some of them; and that in words."""
+    if choice.mirrored:
+        x, y = torch.cat([x, _mirrored(x, shape)]), None if y is None else torch.cat([y, y])
     if y is None or not choice.by_class:
         mean = x.mean(0)
         factor = _factor(_shrunk(_covariance(x - mean), choice.shrinkage, shape))
@@ -172,6 +183,10 @@ def _fitted(
         own = _covariance(x[y == c] - means[c])
         found[c] = Component(means[c], _factor((1 - choice.pooled) * own + choice.pooled * target))
     return found, "a Gaussian for each class"
+
+
+def _mirrored(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.view(-1, *shape).flip(-1).flatten(1)
 
 
 def _means(x: Tensor, y: Tensor, classes: int) -> Tensor:

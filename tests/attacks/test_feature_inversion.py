@@ -109,3 +109,26 @@ def test_trained_networks_leak_through_their_features(digits, bias):
     assert float((module(secret.x[:, 0]).argmax(1) == secret.y[:, 0]).double().mean()) > 0.8
     found = psnr(MAP(restarts=1).run(seen, iterations=25, seed=0).x, secret.x)
     assert float((found > 25.0).double().mean()) >= 0.8
+
+
+class Transformer(nn.Module):
+    """Patches of 2, one block, mean pooling, a LayerNorm before the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(1, 32, 2, 2)
+        self.position = nn.Parameter(0.02 * torch.randn(1, 16, 32))
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.norm(self.block(x).mean(1)))
+
+
+def test_a_vision_transformer_leaks_image_and_label(digits):
+    torch.manual_seed(0)
+    seen, secret = see(digits, Transformer().eval(), 4)
+    found = MAP(restarts=1).run(seen, iterations=25, seed=0)
+    assert torch.equal(found.labels, secret.y)
+    assert float(psnr(found.x, secret.x).min()) > 20.0
