@@ -279,3 +279,45 @@ def test_inspect_names_a_layer_that_a_server_has_prepared(gradveil: Callable[...
     outcome = gradveil(*INSPECT, "--weights", "sent.safetensors")
     assert outcome.code == 0 and "This model was made to leak: layer '1' (imprint)" in outcome.out
     assert "made to leak" not in gradveil(*INSPECT, "--weights", "weights.safetensors").out
+
+
+TABLE = ("--model", "rows_of_mine:rows", "--table", "rows.csv", "--gradients", "rows.safetensors")
+
+
+@pytest.fixture
+def rows(here: Path) -> Path:
+    from gradveil.attacks.tables import read_csv
+
+    generator = torch.Generator().manual_seed(0)
+    cells = torch.randint(1000, (200, 4), generator=generator).tolist()
+    lines = [f"{a},{'xyz'[b % 3]},{'uv'[c % 2]},{'no' if d % 2 else 'yes'}" for a, b, c, d in cells]
+    (here / "rows.csv").write_text("\n".join(["size,kind,side,sold", *lines]) + "\n")
+    found = read_csv(here / "rows.csv", "sold")
+    layers = f"nn.Linear({found.features}, 16), nn.Sigmoid(), nn.Linear(16, 2)"
+    (here / "rows_of_mine.py").write_text(f"from torch import nn\ndef rows():\n    return nn.Sequential({layers})\n")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(found.features, 16), nn.Sigmoid(), nn.Linear(16, 2))
+    F.cross_entropy(model(found.x[:1]), found.y[:1]).backward()
+    save_file({n: p.grad for n, p in model.named_parameters()}, here / "rows.safetensors")
+    save_file(model.state_dict(), here / "rows_weights.safetensors")
+    save_file({"x": found.x[:1], "y": found.y[:1]}, here / "rows_truth.safetensors")
+    return here
+
+
+def test_a_table_of_ones_own_comes_back_in_words(gradveil: Callable[..., Any], rows: Path) -> None:
+    known = ("--label", "sold", "--weights", "rows_weights.safetensors", "--truth", "rows_truth.safetensors")
+    outcome = gradveil("attack", *TABLE, *known, "--iterations", "150", "--out", "out")
+    assert outcome.code == 0, outcome.message
+    assert "whole rows" in outcome.out and "100.0%" in outcome.out
+    assert (rows / "rows.csv").read_text().splitlines()[1].split(",")[1] in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [([], "--table and --label go together"), (["--label", "price"], "no column 'price'")],
+)
+def test_a_table_that_is_not_told_is_refused(
+    gradveil: Callable[..., Any], rows: Path, extra: list[str], words: str
+) -> None:
+    outcome = gradveil("attack", *TABLE, *extra)
+    assert outcome.code == 2 and words in outcome.message

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradveil.attacks.methods.base import Attack, Reconstruction
     from gradveil.attacks.observation.views import GroundTruth, Observation
     from gradveil.attacks.scoring.scores import Score
+    from gradveil.attacks.tables import Table
 
 _ROWS_DRAWN = 8
 _ROWS_PRINTED = 20
@@ -64,10 +65,15 @@ class Finding:
 def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
     """Load, attack, write, print. Everything is loaded and checked before anything is written."""
     from gradveil.attacks.observation.task import find_task
+    from gradveil.attacks.tables import read_csv
 
-    observations = _load(files)
+    table = None
+    if files.table is not None and files.label is not None:
+        table = read_csv(files.table, files.label)
+        files = replace(files, input_shape=(table.features,), classes=files.classes or len(table.classes))
+    observations = _load(files, table)
     task = find_task(observations[0].module, observations[0].input_shape)
-    name = files.attack or ("text" if task.tokens else "cpl")
+    name = files.attack or ("text" if task.tokens else "cpl" if table is None else "table")
     if task.tokens or name == "text":
         attack_text(files, name, observations, task, out, as_json)
         return
@@ -76,7 +82,7 @@ def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
         if len(observations) > 1 and files.after is None:
             raise ConfigError("--truth is of one step, and several are recorded. Choose one with --step.")
         truth = _truth(files.truth, observations[0])
-    attack = _attack(name, observations[0])
+    attack = _attack(name, observations[0], table)
     if files.after is not None:
         observations = [_likeliest(attack, observations, files)]
     findings = []
@@ -100,6 +106,8 @@ def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(results))
         return
     _print(files, name, findings)
+    if table is not None:
+        print_rows(findings, table)
     click.echo(f"written to {where}", err=True)
 
 
@@ -128,14 +136,14 @@ def _likeliest(attack: Attack, observations: list[Observation], files: Files) ->
     return best
 
 
-def _load(files: Files) -> list[Observation]:
+def _load(files: Files, table: Table | None) -> list[Observation]:
     from gradveil.attacks.observation import from_files
     from gradveil.attacks.observation.from_capture import load_capture
     from gradveil.attacks.observation.local_updates import load_update
-    from gradveil.attacks.observation.views import LocalSteps
+    from gradveil.attacks.observation.views import LocalSteps, Public
 
     module = from_files.load_factory(files.model, seed=files.seed)
-    public = None
+    public = None if table is None else Public(table.x, table.y)
     if files.public is not None:
         tensors = from_files.read_tensors(files.public)
         public = from_files.load_public(tensors, files.input_shape, str(files.public))
@@ -171,15 +179,20 @@ def _truth(path: Path, seen: Observation) -> GroundTruth:
     return load_truth(read_tensors(path), seen, str(path))
 
 
-def _attack(name: str, seen: Observation) -> Attack:
+def _attack(name: str, seen: Observation, table: Table | None) -> Attack:
     from gradveil.attacks.methods.imprint import Imprint
     from gradveil.attacks.methods.prior import Prior
+    from gradveil.attacks.methods.table import TableAttack
     from gradveil.attacks.trial import ATTACKS, NAMES
 
     if name == Imprint.name:
         return Imprint()
+    if name == TableAttack.name:
+        if table is None:
+            raise ConfigError("the table attack needs the columns: give --table, a CSV file, and --label.")
+        return TableAttack(table.columns)
     if name not in NAMES:
-        raise UnknownNameError("attack", name, (*NAMES, Imprint.name, "text"))
+        raise UnknownNameError("attack", name, (*NAMES, Imprint.name, TableAttack.name, "text"))
     if name != "prior":
         return ATTACKS[name]()
     if seen.public is None or seen.public.y is None:
@@ -261,3 +274,24 @@ def _print(files: Files, name: str, findings: list[Finding]) -> None:
         if finding.score is not None:
             rows = table_rows([(name, finding.score)])
             table(["", *finding.score.headings], rows, note=f"success: {finding.score.success_means}.")
+
+
+def print_rows(findings: list[Finding], columns: Table) -> None:
+    """The rows in words; with the truth, how many cells are right beside a guess."""
+    from gradveil.attacks.tables import decode, guess_mixed, score_mixed
+
+    rows = [cells for finding in findings for cells in decode(finding.found.x.flatten(0, 1), columns.columns)]
+    table([column.name for column in columns.columns], rows[:_ROWS_PRINTED], title="rows")
+    for finding in findings:
+        if finding.secret is None:
+            continue
+        found = score_mixed(finding.found.x, finding.secret.x, columns.columns)
+        guess = guess_mixed(columns.x, finding.secret.x.cpu(), columns.columns)
+        table(
+            ["", "cells", "categories", "numbers", "whole rows"],
+            [
+                [name, *(f"{v:.1%}" if v == v else "-" for v in (s.cells, s.categories, s.numbers, s.rows))]
+                for name, s in (("found", found), ("guess", guess))
+            ],
+            note="right: a category exactly, a number within 5 % of its range. guess: the usual value of each column.",
+        )

@@ -44,6 +44,8 @@ _OPTIONS = (
         "--truth", type=_FILE, help="Ground truth for scoring: safetensors with x and y. Attacks do not see it."
     ),
     click.option("--public", type=_FILE, help="Public examples for the adversary: safetensors with x, optionally y."),
+    click.option("--table", type=_FILE, help="Public rows of the same table, a CSV file: columns, categories, ranges."),
+    click.option("--label", help="The column of --table that is the class."),
     click.option(
         "--input-shape",
         metavar="C,H,W",
@@ -63,7 +65,7 @@ _OPTIONS = (
 )
 _NAMED = (
     "model", "gradients", "captured", "weights", "before", "after", "truth", "public", "input_shape", "classes",
-    "joint",
+    "joint", "table", "label",
 )  # fmt: skip
 _LOCAL = ("local_steps", "local_lr", "local_momentum", "local_batch")
 FILE_OPTIONS = {*_NAMED, *_LOCAL, "sensitivity", "clipping"}
@@ -106,6 +108,8 @@ class Files:
     classes: int | None
     step: int | None
     joint: bool
+    table: Path | None
+    label: str | None
     attack: str | None  # None: what suits the model
     iterations: int
     seed: int
@@ -123,7 +127,9 @@ def files_from(ctx: click.Context) -> Files:
     chosen, params = given(ctx), ctx.params
     if "model" not in chosen:
         raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} needs --model package:function.")
-    if params["input_shape"] is None:
+    if (params["table"] is None) != (params["label"] is None):
+        raise ConfigError("--table and --label go together: public rows, and which of their columns is the class.")
+    if params["input_shape"] is None and params["table"] is None:
         raise ConfigError("--model needs --input-shape, the shape of one example, such as 1,28,28.")
     if sum(params[name] is not None for name in ("gradients", "captured", "after")) != 1:
         raise ConfigError(
