@@ -217,7 +217,7 @@ def test_a_ledger_written_anew_with_a_valid_chain_is_refused_at_the_pinned_line(
         ledger.append(make_release(header, step, sigma=60.0, noise_std=(240.0, 240.0)))
     ledger.commit()
     assert len(ledgers.read(run.ledger).releases) == 8
-    with pytest.raises(LedgerError, match="written anew") as caught:
+    with pytest.raises(LedgerError, match="has been rewritten") as caught:
         run.verified_ledger()
     assert caught.value.line == 5
 

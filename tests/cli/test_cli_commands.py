@@ -218,7 +218,7 @@ def test_a_ledger_written_anew_exits_4(gradveil: Callable[..., Any], run: Path, 
     (run / "ledger.jsonl").write_bytes((tmp_path / "other" / "ledger.jsonl").read_bytes())
     outcome = gradveil("ledger", "verify", run)
     assert outcome.code == 4
-    for word in (f"line {len(LINES) - 4}", "step-00000006.json", "written anew"):
+    for word in (f"line {len(LINES) - 4}", "step-00000006.json", "has been rewritten"):
         assert word in outcome.message
 
 

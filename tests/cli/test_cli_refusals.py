@@ -181,7 +181,7 @@ def test_an_interrupted_run_is_resumed_to_its_end(gradveil: Callable[..., Any], 
         (["--sigma", "13"], ["begun with sigma = 12.0", "13.0", "keeps its settings", "start a new run"]),
         (["--strategy", "dyn-sigma"], ["begun with strategy = 'baseline'", "'dyn-sigma'", "start a new run"]),
         (["--seed", "6"], ["not begun with that seed", "without one"]),
-        (["--run-dir", "elsewhere"], ["--resume names the run directory already", "leave --run-dir out"]),
+        (["--run-dir", "elsewhere"], ["--resume already names the run directory", "remove --run-dir"]),
     ],
 )
 def test_a_run_is_not_resumed_with_another_model_or_configuration(

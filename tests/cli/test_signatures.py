@@ -112,7 +112,7 @@ def test_a_forgery_that_fits_together_is_seen_by_the_signature_and_by_the_head_a
     for options in (("--signed-by", public(keys[0])), ("--head", head)):
         done = gradveil("check", signed, "--max-epsilon", 0.1, *options)
         assert done.code == 4, done.out
-        assert "ledger.jsonl" in done.out and "written anew" in done.out
+        assert "ledger.jsonl" in done.out and "has been rewritten" in done.out
     assert gradveil("verify", signed, "--key", public(keys[0])).code == 4
     assert gradveil("verify", signed, "--head", head).code == 4
 

@@ -12,7 +12,7 @@ import os
 import weakref
 from pathlib import Path
 
-from gradveil import _files
+from gradveil.accounting import files as _files
 from gradveil.errors import LedgerError
 
 

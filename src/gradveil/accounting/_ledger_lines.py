@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
-from gradveil import _files
+from gradveil.accounting import files as _files
 from gradveil.accounting._ledger_shapes import header_of, release_of
 from gradveil.accounting._next_release import stated
 from gradveil.accounting._release_table import ReleaseTable

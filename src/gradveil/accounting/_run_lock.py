@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gradveil import _files
+from gradveil.accounting import files as _files
 from gradveil.errors import LedgerError, RunDirectoryError
 
 FILE_NAME = ".lock"

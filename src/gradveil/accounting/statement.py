@@ -43,7 +43,7 @@ _NOT_COVERED = (
 )
 _FLOATING = (
     "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian (noise='lattice' "
-    "covers it, on the CPU)"
+    "covers it)"
 )
 _LATTICE = (
     "covered: released values lie on a public lattice, their noise was drawn on it, and its scale allows for the "
@@ -228,7 +228,7 @@ class Statement:
     def meaning(self) -> str:
         success = self.membership_success
         if success is None:
-            return "no limit is proved to what can be learned about one example."
+            return "there is no proved limit on what can be learned about one example."
         question = "whether one example was used" if self.proved.neighbours == "add-remove" else "which of two was used"
         limit = percent_at_most(success)
         if limit is None:

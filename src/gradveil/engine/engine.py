@@ -86,7 +86,7 @@ class PrivacyEngine:
             them the weights are kept at the end, and ``gradveil attack RUN`` and ``audit RUN`` can rebuild the run.
         about: Texts about the run, shown in the report: purpose, data, unit, tuning, sign_off.
         durability: "write": a killed process has spent what its ledger says; "fsync": a power cut, too.
-        noise: "lattice": private in floating point, too, on the CPU (docs/noise.md); "float": in half the time, not
+        noise: "lattice": private in floating point too (docs/noise.md); "float": in half the time, not
             proved down to the last bit; "auto": "lattice" where it costs at most 3 % of a step (batches from 500).
         seed: Makes the run reproducible. Anyone who knows it can subtract the noise.
 

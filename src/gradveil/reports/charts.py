@@ -291,7 +291,7 @@ def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
     against_ma: _Values = lambda run: _against(run.facts, run.spent.published.get("MA", _NOTHING))  # noqa: E731
     utility = (
         _chart(runs, "Test accuracy", share, lambda run: _looks(run.facts, "accuracy")),
-        _chart(runs, "Training loss", "mean loss since the last look", lambda run: _looks(run.facts, "loss")),
+        _chart(runs, "Training loss", "mean loss since the last evaluation", lambda run: _looks(run.facts, "loss")),
         _chart(runs, "Accuracy against proved epsilon", share, against_proved, x="proved epsilon"),
         _chart(runs, "Accuracy against published epsilon", share, against_ma, x="epsilon by MA, not a guarantee"),
     )
@@ -303,8 +303,8 @@ def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
 
 
 _NOISE_NOTE = (
-    "As recorded in the ledger; of several clipping groups the largest value. C_t is the bound that was enforced, S_t "
-    "what sigma_t was multiplied with."
+    "As recorded in the ledger; the largest value over the clipping groups. C_t is the enforced bound, S_t the factor "
+    "of sigma_t."
 )
 _SPENT_NOTE = (
     "Computed from the ledger, after each step taken: what is spent if it was fixed in advance to stop there. A run "
@@ -312,7 +312,7 @@ _SPENT_NOTE = (
     "at some of the steps. The published curves are not guarantees."
 )
 _UTILITY_NOTE = (
-    "As noted while training. The loss is computed from the training data, and no epsilon covers it: check with your "
+    "Recorded during training. The loss is computed from the training data, and no epsilon covers it: check with your "
     "privacy team before sharing this page."
 )
 
@@ -332,9 +332,9 @@ def _released(name: str) -> _Values:
     def values(run: _Run) -> Points | str:
         contents = run.facts.contents
         if contents is None:
-            return "no ledger that holds."
+            return "no valid ledger."
         if not contents.releases:
-            return "nothing was released yet." if run.facts.is_private else "nothing was noised."
+            return "nothing was released yet." if run.facts.is_private else "no noise was added."
         if name in ("sensitivity", "sigma") and must_withhold(run.facts):
             return WITHHELD
         drawn = thinned(len(contents.releases), _MOST_VALUES)
@@ -398,7 +398,7 @@ def _looked_at(run: RunFacts) -> list[int]:
 
 def _spent(run: RunFacts) -> _Spent:
     if run.contents is None or run.statement is None:
-        return _Spent(proved=_NOTHING, why_not="no ledger that holds.", published={})
+        return _Spent(proved=_NOTHING, why_not="no valid ledger.", published={})
     header, releases = run.contents.header, run.contents.charged()
     if header.guarantee == "none":
         return _Spent(proved=_NOTHING, why_not="not private.", published={})

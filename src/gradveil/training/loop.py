@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from gradveil import __version__
 from gradveil.accounting import Statement, default_view, from_releases, manifest, proved_epsilon, statement_of
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.accounting.ledger import Contents
 from gradveil.engine import PrivacyEngine
 from gradveil.engine.cuda_graph import cuda_graph_step
@@ -166,12 +167,12 @@ def _begun(
     for name, value in (settings or {}).items():
         if getattr(stored, name, None) != value:
             raise RunDirectoryError(
-                f"the run in {run_dir} was begun with {name} = {getattr(stored, name, None)!r} and cannot go on with "
-                f"{value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
+                f"the run in {run_dir} was started with {name} = {getattr(stored, name, None)!r} and cannot continue "
+                f"with {value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
             )
     stored_seed = None if new_noise and seed is None else run.read_seed()
     if seed is not None and seed != stored_seed:
-        raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
+        raise RunDirectoryError(f"the run in {run_dir} was not started with that seed. Resume it without --seed.")
     if not run.list_checkpoints() and not run.metrics.exists() and _has_no_whole_line(run.ledger):
         run.ledger.unlink()  # killed before the header was whole: nothing was released
     begun = bool(run.list_checkpoints()) or run.metrics.exists()
@@ -180,7 +181,7 @@ def _begun(
         _check_files(run, contents)
     if contents is not None and contents.header.seeded and stored_seed is None and not new_noise:
         raise RunDirectoryError(
-            f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
+            f"the run in {run_dir} was started with a seed, but secret.json is missing. Restore it, with mode 0600."
         )
     return run, stored, stored_seed, contents
 
@@ -363,7 +364,7 @@ class _Session:
         if self.ranks.is_first:
             self._bind_settings()
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
-        if self.device.type == "cuda" and captures() and not plain_together:
+        if self.device.type == "cuda" and captures() and not (plain_together or is_covered(self.engine.header)):
             self.take_step = cuda_graph_step(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
 
     def _note_changes(self, before: object) -> None:

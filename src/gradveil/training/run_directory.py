@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil import _files
 from gradveil.accounting import _run_lock
+from gradveil.accounting import files as _files
 from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.files import write_whole as write_whole
 from gradveil.errors import DataError, LedgerError, RunDirectoryError
@@ -107,7 +107,7 @@ class RunDirectory:
         ):
             raise RunDirectoryError(
                 f"{path} exists and is not empty. A run directory belongs to one run and is never written over. Give "
-                "another one with --run-dir, or go on with that run: gradveil train --resume " + str(path)
+                "another one with --run-dir, or continue that run: gradveil train --resume " + str(path)
             )
 
     def lock(self) -> _run_lock.Hold:
@@ -237,8 +237,8 @@ class RunDirectory:
                 )
             if contents.hashes[length - 1] != head:
                 raise LedgerError(
-                    f"ledger line {length} is not the line that checkpoint {checkpoint.path.name} saw: the ledger was "
-                    "written anew.",
+                    f"ledger line {length} is not the line that checkpoint {checkpoint.path.name} saw: the ledger "
+                    "has been rewritten.",
                     line=length,
                 )
         return contents
