@@ -7,11 +7,12 @@ PEERS := $(VENV)/.peers
 JAX := .venv-jax
 RESULTS := benchmarks/results
 
-.PHONY: demo test check coverage mutants format docs reproduce bench bench-cuda zoo clean help
+.PHONY: demo test matrix check coverage mutants format docs reproduce bench bench-cuda zoo clean help
 
 help:
 	@echo "make demo    set up, then train digits five ways, attack each, write a report"
 	@echo "make test    set up, then run the tests"
+	@echo "make matrix  the tests on each Python of PYTHONS (python3.11 python3.12 python3.13), in environments of their own"
 	@echo "make check   set up, then lint, format and type checks"
 	@echo "make mutants     set up, then plant known faults and fail if a test misses one"
 	@echo "make coverage    set up, then run the tests with a coverage report"
@@ -39,6 +40,13 @@ coverage: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py
+
+# Each Python that is admitted, with the oldest torch that is (constraints.txt). One that is not there is an error.
+PYTHONS ?= python3.11 python3.12 python3.13
+matrix:
+	set -e; for python in $(PYTHONS); do \
+	  $(MAKE) test PYTHON=$$python VENV=.venv-$$(basename $$python); \
+	done
 
 check: $(STAMP)
 	$(BIN)/ruff check .

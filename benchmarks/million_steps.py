@@ -118,7 +118,7 @@ def main() -> None:
                 print(f"{name:16} {command:14} {row[command]}", flush=True)
             print(f"{name:16} {row['bytes_per_release']} bytes a release", flush=True)
             results["runs"][name] = row
-    write(args.out, results)
+            write(args.out, results)
 
 
 if __name__ == "__main__":

@@ -157,10 +157,6 @@ def number_or_none(value: object) -> float | None:
     return None if math.isnan(found) else found
 
 
-def unreadable(path: Path, why: str) -> DataError:
-    return DataError(f"{path} cannot be read: {why}.")
-
-
 def explained(error: OSError, path: Path | str, what: str, then: str) -> OSError:
     """An error of the operating system: its file, what was being written, and ``then``: what is safe, what to do."""
     reason = error.strerror or str(error)
@@ -176,6 +172,10 @@ _MENDS = {
     errno.EPERM: "give yourself the right to write there",
     errno.EROFS: "make the file system writable",
 }
+
+
+def unreadable(path: Path, why: str) -> DataError:
+    return DataError(f"{path} cannot be read: {why}.")
 
 
 def _kind(value: object) -> str:
