@@ -153,6 +153,8 @@ class RunFacts:
         """What the files of the run say against its ledger, in sentences: it was cut, rewritten or mixed up."""
         if self.contents is None:
             return ()
+        if self.writer is not None:  # files of a running run are newer than the ledger that was read before them
+            return contradictions(self.contents, config=self.config)
         changed = [f"{file}." for file in self.files if file.state in BAD]
         steps = [int(path.stem[5:]) for path in RunDirectory(self.path).list_checkpoints() if path.stem[5:].isdecimal()]
         return changed + contradictions(
