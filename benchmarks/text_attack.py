@@ -13,6 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,12 +86,13 @@ def measure(make: Callable[[], nn.Module], settings: dict[str, Any]) -> dict[str
         vocabulary = next(m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
         ids = sentences(seed, vocabulary)
         labels = torch.arange(SENTENCES).unsqueeze(0) % 2
-        seen = observe_text(model, ids, labels, generator=torch.Generator().manual_seed(seed), **settings)
+        public = torch.cat([sentences(1000 + i, vocabulary)[0] for i in range(50)])
+        generator = torch.Generator().manual_seed(seed)
+        seen = observe_text(model, ids, labels, generator=generator, public=public, **settings)
         started = time.perf_counter()
         found = TextAttack().run(seen, seed=seed)
         seconds.append(time.perf_counter() - started)
         scores.append(score_text(found.ids, ids).to_dict())
-        public = sentences(seed + 1000, vocabulary)
         guesses.append(chance(ids, vocabulary, public=public, seed=seed).to_dict())
         ranks.append(ranking_score(found.ranking, ids))
         sure.append(float(found.sure.double().mean()))
@@ -109,6 +111,7 @@ def measure(make: Callable[[], nn.Module], settings: dict[str, Any]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "text_attack.json")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -118,7 +121,7 @@ def main() -> None:
         rows.append({"model": model, "defence": defence, **measure(make, settings)})
         print(model, "|", defence, "|", rows[-1]["score"], flush=True)
     about = {"sentences": SENTENCES, "length": LENGTH, **description("cpu", args.threads)}
-    write(ROOT / "benchmarks" / "results" / "text_attack.json", {**about, "cells": rows})
+    write(args.out, {**about, "cells": rows})
 
 
 if __name__ == "__main__":

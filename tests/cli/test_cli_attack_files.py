@@ -129,7 +129,7 @@ def test_what_an_engine_recorded_is_attacked_step_by_step(gradveil: Callable[...
     assert several.code == 2 and "--step" in several.message
     for facts in (("--clip", 1), ("--weights", "weights.safetensors"), ("--observe", "batch")):
         refused = gradveil("attack", *MODEL, *few, *facts)
-        assert refused.code == 2 and f"{facts[0]} is said by the record" in refused.message
+        assert refused.code == 2 and f"{facts[0]} is part of the recording" in refused.message
     absent = gradveil("attack", *MODEL, *few, "--step", 1)
     assert absent.code == 2 and "[0, 2]" in absent.message
 
@@ -140,8 +140,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a shape that is none": (["--model", "net_of_mine:make", "--input-shape", "1x8"], "1,28,28"),
     "nothing to attack": ([*MODEL], "either --gradients or --captured"),
     "both": ([*MODEL, *GRADIENTS, "--captured", "seen"], "either --gradients or --captured"),
-    "a data set": ([*MODEL, *GRADIENTS, "--dataset", "digits"], "--dataset goes with a data set"),
-    "a run": (["run", *MODEL, *GRADIENTS], "[RUN] goes with a data set or run"),
+    "a data set": ([*MODEL, *GRADIENTS, "--dataset", "digits"], "--dataset applies to a data set"),
+    "a run": (["run", *MODEL, *GRADIENTS], "[RUN] applies to a data set or run"),
     "another model": (
         ["--model", "net_of_mine:wide", "--input-shape", "1,8,8", "--gradients", "gradients.safetensors"],
         "model and gradients do not belong together",
@@ -173,7 +173,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "does not take inputs of shape",
     ),
     "a truth of another shape": ([*MODEL, *GRADIENTS, "--truth", "public.safetensors"], "(1, 1, 1, 8, 8)"),
-    "a step of no record": ([*MODEL, *GRADIENTS, "--step", "1"], "--step is of --captured"),
+    "a step of no record": ([*MODEL, *GRADIENTS, "--step", "1"], "--step applies to --captured"),
 }
 
 
@@ -222,3 +222,60 @@ def test_inspect_refuses_what_it_cannot_look_at(
     assert outcome.code == 2
     assert words in outcome.message
     assert "Traceback" not in outcome.err
+
+
+def test_weights_before_and_after_local_steps(gradveil: Callable[..., Any], here: Path) -> None:
+    digits, model = data.load("digits"), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(digits.x_train[:1]), digits.y_train[:1]).backward()
+        optimizer.step()
+    save_file(model.state_dict(), here / "after.safetensors")
+    update = ("--before", "weights.safetensors", "--after", "after.safetensors")
+    known = ("--local-steps", "1,3", "--local-lr", "0.1", "--iterations", "12", "--truth", "truth.safetensors")
+    outcome = gradveil("attack", *MODEL, *update, *known, "--out", "out")
+    assert outcome.code == 0, outcome.message
+    (attacked,) = json.loads((here / "out" / "result.json").read_text())["attacked"]
+    assert attacked["local"] == {"steps": 3, "lr": 0.1, "momentum": 0.0, "batch": None}
+    assert attacked["result"]["psnr_median"] > 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--after", "weights.safetensors"], "needs the weights --before"),
+        (["--before", "weights.safetensors", *GRADIENTS], "--before is of local steps"),
+        (["--before", "weights.safetensors", "--after", "weights.safetensors"], "--after needs --local-steps"),
+        (["--before", "w", "--after", "w", "--local-steps", "x"], "separated by commas"),
+        (
+            [
+                "--before",
+                "weights.safetensors",
+                "--after",
+                "gradients.safetensors",
+                "--local-steps",
+                "0",
+                "--local-lr",
+                "1",
+            ],
+            "give at least 1",
+        ),
+    ],
+)
+def test_local_steps_that_are_not_told_are_refused(
+    gradveil: Callable[..., Any], here: Path, arguments: list[str], words: str
+) -> None:
+    outcome = gradveil("attack", *MODEL, *arguments)
+    assert outcome.code == 2 and words in outcome.message and "Traceback" not in outcome.err
+
+
+def test_inspect_names_a_layer_that_a_server_has_prepared(gradveil: Callable[..., Any], here: Path) -> None:
+    model = make()
+    with torch.no_grad():
+        model[1].weight.copy_(model[1].weight[:1].expand(16, 64))
+        model[1].bias.copy_(torch.linspace(-1, 1, 16))
+    save_file(model.state_dict(), here / "sent.safetensors")
+    outcome = gradveil(*INSPECT, "--weights", "sent.safetensors")
+    assert outcome.code == 0 and "This model was made to leak: layer '1' (imprint)" in outcome.out
+    assert "made to leak" not in gradveil(*INSPECT, "--weights", "weights.safetensors").out

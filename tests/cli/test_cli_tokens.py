@@ -171,7 +171,7 @@ def test_inspect_looks_at_transformers(gradveil: Callable[..., Any], here: Path,
     if name in ("language", "hugging_vision"):
         pytest.importorskip("transformers")
     shape = "1,8,8" if "vision" in name else "8"
-    planned = ("--clip", "1", "--sigma", "1", "--batch-size", "4", "--seconds", "1")
+    planned = ("--clip", "1", "--sigma", "1", "--batch-size", "4", "--seconds", "1" if "vision" in name else "60")
     outcome = gradveil("inspect", f"tokens_of_mine:{name}", "--input-shape", shape, *planned, "--json")
     assert outcome.code == 0
     found = json.loads(outcome.out)

@@ -237,7 +237,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _verdict(anatomy: ModelStructure, tried: Sequence[Tried], sigma: float | None) -> list[str]:
-    words = []
+    words = [
+        f"This model was made to leak: layer {found.layer!r} ({found.kind}): {found.words}. Do not train it on your "
+        "data."
+        for found in anatomy.made_to_leak
+    ]
     if anatomy.can_be_trained:
         words.append(f"It can be trained privately as it is, in {anatomy.groups} group(s).")
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class Finding:
             "strategy": defence.strategy,
             "clip": defence.clip,
             "noise_std": defence.noise_std,
+            "local": None if (local := self.seen.sights[0].local) is None else asdict(local),
             "examples_behind_each": self.seen.batch,
             "iterations": len(self.found.losses),
             "seconds": round(self.seconds, 3),
@@ -72,10 +73,12 @@ def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
         return
     truth = None
     if files.truth is not None:
-        if len(observations) > 1:
+        if len(observations) > 1 and files.after is None:
             raise ConfigError("--truth is of one step, and several are recorded. Choose one with --step.")
         truth = _truth(files.truth, observations[0])
     attack = _attack(name, observations[0])
+    if files.after is not None:
+        observations = [_likeliest(attack, observations, files)]
     findings = []
     for seen in observations:
         click.echo(f"{name} on {seen.victims} gradient(s) of {seen.batch} example(s) ...", err=True)
@@ -86,7 +89,7 @@ def attack_files(files: Files, out: Path | None, as_json: bool) -> None:
     where = out or Path("attacks") / f"files-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     results = {
         "model": files.model,
-        "source": str(files.gradients or files.captured),
+        "source": str(files.source),
         "attack": name,
         "seed": files.seed,
         "scored": truth is not None,
@@ -112,9 +115,24 @@ def _run(attack: Attack, seen: Observation, files: Files) -> Reconstruction:
         ) from error
 
 
+def _likeliest(attack: Attack, observations: list[Observation], files: Files) -> Observation:
+    """Of several ways in which local steps may have been made, the one under which the attack explains the update."""
+    from gradveil.attacks.observation.local_updates import unexplained
+
+    if len(observations) == 1:
+        return observations[0]
+    short = replace(files, iterations=max(1, files.iterations // 4))
+    left = [unexplained(seen, _run(attack, seen, short)) for seen in observations]
+    best = observations[left.index(min(left))]
+    click.echo(f"of {len(left)} ways, {best.sights[0].local} explains the update best", err=True)
+    return best
+
+
 def _load(files: Files) -> list[Observation]:
     from gradveil.attacks.observation import from_files
     from gradveil.attacks.observation.from_capture import load_capture
+    from gradveil.attacks.observation.local_updates import load_update
+    from gradveil.attacks.observation.views import LocalSteps
 
     module = from_files.load_factory(files.model, seed=files.seed)
     public = None
@@ -130,6 +148,12 @@ def _load(files: Files) -> list[Observation]:
     if files.captured is not None:
         batch = files.defence.get("batch")
         return load_capture(files.captured, module, batch=batch, step=files.step, joint=files.joint, **shared)
+    if files.after is not None and files.before is not None:
+        from_files.load_weights(module, files.before)
+        after = from_files.read_tensors(files.after)
+        from_files.check_state(module, after, str(files.after))
+        ways = [LocalSteps(steps=k, lr=lr, momentum=m, batch=b) for k, lr, m, b in files.local]
+        return [load_update(module, after, local, where=str(files.after), **shared, **files.defence) for local in ways]
     assert files.gradients is not None
     tensors = from_files.read_tensors(files.gradients)
     if files.weights is not None:
@@ -148,11 +172,14 @@ def _truth(path: Path, seen: Observation) -> GroundTruth:
 
 
 def _attack(name: str, seen: Observation) -> Attack:
+    from gradveil.attacks.methods.imprint import Imprint
     from gradveil.attacks.methods.prior import Prior
     from gradveil.attacks.trial import ATTACKS, NAMES
 
+    if name == Imprint.name:
+        return Imprint()
     if name not in NAMES:
-        raise UnknownNameError("attack", name, (*NAMES, "text"))
+        raise UnknownNameError("attack", name, (*NAMES, Imprint.name, "text"))
     if name != "prior":
         return ATTACKS[name]()
     if seen.public is None or seen.public.y is None:
@@ -229,7 +256,7 @@ def _print(files: Files, name: str, findings: list[Finding]) -> None:
         note = f"And {len(rows) - _ROWS_PRINTED} more, in result.json. {note}"
     if files.truth is None:
         note += " For that, give the examples: --truth."
-    table(columns, rows[:_ROWS_PRINTED], title=f"{name} on {files.gradients or files.captured}", note=note)
+    table(columns, rows[:_ROWS_PRINTED], title=f"{name} on {files.source}", note=note)
     for finding in findings:
         if finding.score is not None:
             rows = table_rows([(name, finding.score)])

@@ -33,6 +33,11 @@ def attack_text(
 
     if not task.tokens:
         raise ConfigError("the text attack is on models of token ids, and this one takes numbers: use map, or cpl.")
+    if files.after is not None and any(steps > 1 for steps, *_ in files.local):
+        raise ConfigError(
+            "the text attack reads one step, and the update is of several local ones: the spans of its gradients mix "
+            "several states of the model. Attack an update of one step (--local-steps 1)."
+        )
     if name != "text":
         raise ConfigError(
             f"the model takes token ids, and {name} searches for numbers. Leave --attack out, or give --attack text."
@@ -50,7 +55,7 @@ def attack_text(
         tensors |= {f"{prefix}x": found[-1].ids, f"{prefix}sure": found[-1].sure.byte()}
     results = {
         "model": files.model,
-        "source": str(files.gradients or files.captured),
+        "source": str(files.source),
         "attack": name,
         "seed": files.seed,
         "scored": truth is not None,
@@ -119,7 +124,7 @@ def _print(
         note = f"And {len(rows) - _ROWS_PRINTED} more, in reconstruction.safetensors. {note}"
     if files.truth is None:
         note += " How many are right: give the ids, --truth."
-    title = f"text on {files.gradients or files.captured}"
+    title = f"text on {files.source}"
     table(["step", "gradient", "token ids", "read off"], rows[:_ROWS_PRINTED], title=title, note=note)
     heads = ("tokens", "in_place", "sentences", "rouge_1", "rouge_2", "rouge_l")
     for finding in attacked:

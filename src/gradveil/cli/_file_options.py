@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,33 @@ from gradveil.cli._options import flags, given, shape
 from gradveil.errors import ConfigError
 
 _FILE = click.Path(path_type=Path)
+
+
+def _numbers(kind: type) -> Any:
+    """Callback of an option: one value, or several separated by commas."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+        if value is None:
+            return None
+        try:
+            return tuple(kind(part) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r}: give a number, or several separated by commas.") from None
+
+    return read
+
+
 _OPTIONS = (
     click.option("--model", metavar="PKG:FUNCTION", help="Your model: a function without arguments that returns it."),
     click.option("--gradients", type=_FILE, help="Its gradients: a safetensors file with the names of its parameters."),
     click.option("--captured", type=_FILE, help="Or the directory that engine.record_gradients wrote."),
     click.option("--weights", type=_FILE, help="Its weights: a safetensors file.  [default: as returned]"),
+    click.option("--before", type=_FILE, help="A client's weights before its local steps (FedAvg): safetensors."),
+    click.option("--after", type=_FILE, help="And after them, in place of --gradients."),
+    click.option("--local-steps", callback=_numbers(int), help="Steps between; several values are tried: 1,5,10."),
+    click.option("--local-lr", callback=_numbers(float), help="Their learning rate; several values are tried."),
+    click.option("--local-momentum", callback=_numbers(float), help="Their momentum; several are tried.  [default: 0]"),
+    click.option("--local-batch", callback=_numbers(int), help="Examples of a local step.  [default: all --batch]"),
     click.option(
         "--truth", type=_FILE, help="Ground truth for scoring: safetensors with x and y. Attacks do not see it."
     ),
@@ -38,8 +61,12 @@ _OPTIONS = (
     ),
     click.option("--joint", is_flag=True, help="Attack all steps of --captured jointly: they have the same examples."),
 )
-_NAMED = ("model", "gradients", "captured", "weights", "truth", "public", "input_shape", "classes", "joint")
-FILE_OPTIONS = {*_NAMED, "sensitivity", "clipping"}
+_NAMED = (
+    "model", "gradients", "captured", "weights", "before", "after", "truth", "public", "input_shape", "classes",
+    "joint",
+)  # fmt: skip
+_LOCAL = ("local_steps", "local_lr", "local_momentum", "local_batch")
+FILE_OPTIONS = {*_NAMED, *_LOCAL, "sensitivity", "clipping"}
 _ELSEWHERE = {
     "run_dir",
     "dataset",
@@ -70,6 +97,9 @@ class Files:
     gradients: Path | None
     captured: Path | None
     weights: Path | None
+    before: Path | None
+    after: Path | None
+    local: tuple[tuple[int, float, float, int | None], ...]  # steps, rate, momentum and batch that are tried
     truth: Path | None
     public: Path | None
     input_shape: tuple[int, ...]
@@ -82,31 +112,67 @@ class Files:
     device: str
     defence: dict[str, Any]  # clip, sigma, sensitivity, view, batch, batch_size, clipping: those that were given
 
+    @property
+    def source(self) -> Path | None:
+        """Where what the adversary sees was read."""
+        return self.gradients or self.captured or self.after
+
 
 def files_from(ctx: click.Context) -> Files:
     """The command line, checked: what was given must belong together."""
     chosen, params = given(ctx), ctx.params
     if "model" not in chosen:
-        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} is of your own model: give --model package:function.")
+        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} needs --model package:function.")
     if params["input_shape"] is None:
         raise ConfigError("--model needs --input-shape, the shape of one example, such as 1,28,28.")
-    if (params["gradients"] is None) == (params["captured"] is None):
-        raise ConfigError("--model needs either --gradients or --captured: what the adversary sees.")
+    if sum(params[name] is not None for name in ("gradients", "captured", "after")) != 1:
+        raise ConfigError(
+            "--model needs either --gradients or --captured (or the weights --after local steps): what the adversary "
+            "sees."
+        )
+    _check_local(ctx, chosen)
     captured = params["captured"] is not None
     refused = [
-        (_ELSEWHERE, "goes with a data set or run, not with --model"),
-        (_RECORDED if captured else {"step", "joint"}, "is said by the record" if captured else "is of --captured"),
+        (_ELSEWHERE, "applies to a data set or run, not to --model"),
+        (
+            _RECORDED if captured else {"step", "joint"},
+            "is part of the recording" if captured else "applies to --captured only",
+        ),
     ]
     for names, why in refused:
         if chosen & names:
-            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: leave it out.")
+            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: remove it.")
     same = ("clip", "sigma", "sensitivity", "view", "batch", "clipping")
     defence = {name: params[name] for name in same if name in chosen}
     if "training_batch" in chosen:
         defence["batch_size"] = params["training_batch"]
     return Files(
         **{name: params[name] for name in (*_NAMED, "iterations", "seed", "device")},
+        local=_tried(params),
         attack=params["attack"] if "attack" in chosen else None,
         step=params["step"] if "step" in chosen else None,
         defence=defence,
     )
+
+
+def _check_local(ctx: click.Context, chosen: set[str]) -> None:
+    if "after" not in chosen:
+        names = chosen & {"before", *_LOCAL}
+        if names:
+            raise ConfigError(f"{flags(ctx, names)} is of local steps: give the weights --before and --after them.")
+        return
+    if "before" not in chosen or "weights" in chosen:
+        raise ConfigError("--after needs the weights --before the local steps, and no --weights.")
+    for name, value in (("local_steps", "5"), ("local_lr", ".1")):
+        if name not in chosen:
+            raise ConfigError(
+                f"--after needs {flags(ctx, {name})}: as it was, or the values to be tried, separated by commas, such "
+                f"as {value}."
+            )
+
+
+def _tried(params: dict[str, Any]) -> tuple[tuple[int, float, float, int | None], ...]:
+    if params["after"] is None:
+        return ()
+    momenta, batches = params["local_momentum"] or (0.0,), params["local_batch"] or (None,)
+    return tuple(itertools.product(params["local_steps"], params["local_lr"], momenta, batches))

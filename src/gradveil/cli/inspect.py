@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     callback=shape,
     help="Of one example, such as 1,28,28; of tokens, 16.",
 )
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path),
+    help="Its weights, as a server has sent them: a safetensors file.  [default: as returned]",
+)
 @click.option("--classes", type=click.IntRange(min=2), help="[default: as many as the model has outputs]")
 @click.option("--clip", type=float, help="Planned clip bound C.")
 @click.option("--sigma", type=float, help="Planned noise scale.")
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
     model: str,
+    weights: Path | None,
     input_shape: tuple[int, ...],
     classes: int | None,
     clip: float | None,
@@ -46,10 +53,12 @@ def command(
     PKG:FUNCTION names a function without arguments that returns the model; modules in the working directory are found.
     The untrained model is attacked on synthetic examples, without a defence and with the planned one.
     """
-    from gradveil.attacks.observation.from_files import load_factory
+    from gradveil.attacks.observation.from_files import load_factory, load_weights
     from gradveil.attacks.preflight import inspect_model
 
     module = load_factory(model, seed=seed)
+    if weights is not None:
+        load_weights(module, weights)
     click.echo(f"{model}: attacks for {seconds:g} s ...", err=True)
     found = inspect_model(
         module,
@@ -71,7 +80,7 @@ def _print(model: str, found: Preflight) -> None:
     anatomy = found.anatomy
     frozen = f", {anatomy.frozen} of them frozen" if anatomy.frozen else ""
     table(
-        ["layer", "kind", "parameters", "clipped by", "gives away"],
+        ["layer", "kind", "parameters", "clipped by", "leaks"],
         [
             [
                 part.name,
@@ -83,15 +92,15 @@ def _print(model: str, found: Preflight) -> None:
             for part in anatomy.parts
         ],
         title=f"{model}: {anatomy.parameters} parameters{frozen}, {anatomy.groups} group(s), one for each layer",
-        note="clipped by: how each example's norm is found; torch.func runs every example by itself. gives away: what "
-        "can be read off one example's gradient without any search.",
+        note="clipped by: how per-example norms are computed; torch.func runs examples one by one. leaks: what can be "
+        "read from the gradient of one example without a search.",
     )
     told = [("tied", ", ".join(same)) for same in anatomy.tied]
     told += [("mixes examples", why) for why in anatomy.mixes]
     told += [("unsupported", why) for why in anatomy.unsupported]
     told += [("slow", why) for why in anatomy.warnings]
     if told:
-        table(["", "to know before private training"], told)
+        table(["", "note before private training"], told)
     if found.tried:
         _print_attacks(found)
     for sentence in found.verdict:
@@ -100,7 +109,7 @@ def _print(model: str, found: Preflight) -> None:
 
 def _print_attacks(found: Preflight) -> None:
     table(
-        ["what is seen", "attack", "reached, median", "success", "at most", "iterations", "s"],
+        ["observation", "attack", "reached, median", "success", "at most", "iterations", "s"],
         [
             [
                 t.seen,

@@ -98,4 +98,8 @@ def means(sums: Gradients, defence: ReleaseParams) -> Gradients:
 
 def model_at(observation: Observation, sight: StepObservation) -> VictimGradients:
     """The observed model at the state of one sight."""
+    if sight.local is not None:
+        from gradveil.attacks.observation.local_updates import LocalUpdates
+
+        return LocalUpdates(observation.module, sight.weights, sight.local)
     return VictimGradients(observation.module, sight.weights)

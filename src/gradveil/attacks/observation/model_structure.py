@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.attacks.observation.made_to_leak import MadeToLeak, made_to_leak
 from gradveil.attacks.observation.task import Task, logits_of, loss_of
 from gradveil.clipping import Clipper, check_module, fix, make_groups
 from gradveil.clipping.operations.table import LAYERS
@@ -56,6 +57,7 @@ class ModelStructure:
     mixes: tuple[str, ...] = ()  # why examples of a batch are not apart, layer by layer
     unsupported: tuple[str, ...] = ()  # why else private training would be refused
     warnings: tuple[str, ...] = ()
+    made_to_leak: tuple[MadeToLeak, ...] = ()  # weights that a server has prepared
 
     @property
     def can_be_trained(self) -> bool:
@@ -122,6 +124,7 @@ def examine(
         mixes=tuple(why for why in reasons if _MIXES in why),
         unsupported=tuple(why for why in reasons if _MIXES not in why),
         warnings=tuple(trial.warnings),
+        made_to_leak=tuple(made_to_leak(module)),
     )
 
 

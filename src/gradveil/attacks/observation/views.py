@@ -60,13 +60,48 @@ class ReleaseParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """What a client did before its update was seen: SGD for some steps (FedAvg), and how its examples were used.
+
+    ``batch``: examples of a step, in turn; None: all of them in every step.
+    """
+
+    steps: int
+    lr: float
+    momentum: float = 0.0
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or (self.batch is not None and self.batch < 1):
+            raise ConfigError(f"{self.steps} local steps of {self.batch} examples; give at least 1.")
+        if not self.lr > 0 or not 0 <= self.momentum < 1:
+            raise ConfigError(
+                f"the local learning rate is {self.lr!r} and momentum {self.momentum!r}; give a positive rate and a "
+                "momentum of at least 0 and below 1."
+            )
+
+    @property
+    def scale(self) -> float:
+        """By what an update is divided to be like a gradient: the sum of its gradients' weights."""
+        total = velocity = 0.0
+        for _ in range(self.steps):
+            velocity = self.momentum * velocity + 1.0
+            total += velocity
+        return self.lr * total
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepObservation:
-    """One step: gradients (V, *shape) per parameter, at one state of the model."""
+    """One step: gradients (V, *shape) per parameter, at one state of the model.
+
+    With ``local``, updates of several steps that a client made from that state, divided by ``local.scale``.
+    """
 
     step: int
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
     defence: ReleaseParams
+    local: LocalSteps | None = None
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class ImageScore(Score):
     """PSNR, SSIM and what the paper measures; also for rows of numbers that are not bits, which have no SSIM."""
 
     headings = ("PSNR, median dB", "worst 5 %", "SSIM", "found again", "success", "labels")
-    success_means = "6 dB nearer than the mean image and than the best constant"
+    success_means = "6 dB closer than the mean image and the best constant"
 
     psnr: Tensor
     ssim: Tensor | None  # images only

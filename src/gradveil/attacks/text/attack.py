@@ -31,9 +31,11 @@ from gradveil.attacks.text.sentences import join_causal, link_by_score, search_w
 from gradveil.errors import UnsupportedModelError
 
 _GAP = math.log(4.0)  # between the farthest pair inside a span and the nearest outside, to be called separate
+_CLEAR = 5.0  # a log likelihood ratio from which on a row counts for more than what is expected anyway
+_MOST_Z = 30.0  # standard deviations: certainty
 _NEAR = math.log(1e-4)  # a squared distance that counts as none, next to 1 for a vector outside
 _MOST_INSIDE = 16  # tokens at a position that are tried in sentences, for each sentence
-_COPIES, _AGAIN = 3, 5.0  # how often a token may be guessed, and what each further time costs, in nats
+_COPIES, _AGAIN = 8, 5.0  # how often a token may be guessed, and what each further time costs where nothing tells
 _MOST_TOKENS = 4  # candidates in an assignment, for each token that is looked for
 
 
@@ -70,7 +72,8 @@ class TextAttack:
         self, observation: Observation, victim: int, task: Task, seed: int
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
         readers = [Reader(observation, sight, victim, task) for sight in observation.sights]
-        evidence = _Evidence(readers, task.vocabulary)
+        public = None if observation.public is None else observation.public.x
+        evidence = _Evidence(readers, task.vocabulary, public)
         shape = (observation.batch, observation.input_shape[0])
         ids, sure = torch.full(shape, -1), torch.zeros(shape, dtype=torch.bool)
         inside = evidence.inside(observation.batch)
@@ -102,12 +105,12 @@ class TextAttack:
         if not len(missing):
             return
         tokens = evidence.best(_MOST_TOKENS * ids.numel())
-        occurs, position = evidence.scores(tokens)
+        occurs, position, often = evidence.scores(tokens)
         again = position[:, missing[:, 1]]
         used = torch.isin(tokens, ids[ids >= 0])
-        first = torch.where(used.unsqueeze(1), again, again + occurs.unsqueeze(1))
-        cost = _AGAIN if bool(occurs.any()) else 1.0 + float(again.max())  # without rows, each once first
-        values = torch.cat([first, *[again - cost * i for i in range(1, _COPIES)]])
+        copies = [torch.where(used, 0.0, occurs) + often]
+        copies += [often - math.log(i) - evidence.again * (i - 1) for i in range(2, _COPIES + 1)]
+        values = torch.cat([again + copy.unsqueeze(1) for copy in copies])
         rows, places = linear_sum_assignment(values.numpy(), maximize=True)
         guessed = len(missing) == ids.numel()
         ids[missing[places, 0], missing[places, 1]] = tokens[torch.as_tensor(rows % len(tokens))]
@@ -118,10 +121,16 @@ class TextAttack:
 class _Evidence:
     """What all steps together tell of tokens and of their positions."""
 
-    def __init__(self, readers: Sequence[Reader], vocabulary: int) -> None:
+    def __init__(self, readers: Sequence[Reader], vocabulary: int, public: Tensor | None = None) -> None:
         self.vocabulary = vocabulary
         rows = [r for r in (reader.rows() for reader in readers) if r is not None]
         self._ratio = torch.stack([r.ratio.cpu() for r in rows]).sum(0) if rows else torch.zeros(vocabulary).double()
+        self._often = rows[0].counts.cpu().log() if rows else torch.zeros(vocabulary).double()
+        self.again = 0.0 if bool((self._ratio > 0).any()) or public is not None else _AGAIN
+        if public is not None:  # as often as anyone would expect, where the gradient says nothing
+            seen = torch.bincount(public.flatten().long().cpu().clamp(0, vocabulary - 1), minlength=vocabulary) + 0.5
+            expected = (readers[0].batch * readers[0].length * seen / seen.sum()).log().double()
+            self._often = torch.where(self._ratio > _CLEAR, torch.maximum(self._often, expected), expected)
         known = next((r.tokens for r in rows if r.tokens is not None), None)
         self.tokens = torch.arange(vocabulary) if known is None else known.cpu()
         pairs = [p for p in (reader.pairs(self.tokens) for reader in readers) if p is not None]
@@ -130,12 +139,19 @@ class _Evidence:
         self._position = self._normal()
 
     def _normal(self) -> Tensor:
-        """Log likelihood ratios (tokens, T) of pairs: how far each stands out among all tokens at its position."""
+        """Log likelihood ratios (tokens, T) of pairs, by how far each stands out among all tokens at its position.
+
+        There are more pairs as far out as this one than a normal distribution has: so many times likelier is it.
+        """
         if self.logs is None or len(self.logs) < 2:
             return torch.zeros(len(self.tokens), self._length, dtype=torch.float64)
         median = self.logs.median(0).values
         spread = 1.4826 * (self.logs - median).abs().median(0).values.clamp(min=1e-6)
-        return ((median - self.logs) / spread).clamp(min=0.0).square() / 2.0
+        z = ((median - self.logs) / spread).clamp(min=0.0, max=_MOST_Z)
+        rank = z.numel() - torch.searchsorted(z.flatten().sort().values, z)  # how many are at least as far out
+        expected = z.numel() * torch.special.erfc(z / math.sqrt(2.0)) / 2.0
+        found: Tensor = (rank.clamp(min=1) / expected).log().clamp(min=0.0)
+        return found
 
     def inside(self, batch: int) -> list[list[int]]:
         """The tokens at each position that lie in the span; none at all where there is no gap that tells.
@@ -148,7 +164,7 @@ class _Evidence:
             return nothing
         logs = self.logs.clamp(min=_NEAR)
         order = logs.flatten().sort().values.numpy()
-        gaps = np.diff(order[: max(2, len(order) // 2)])
+        gaps = np.diff(order)
         if not len(gaps) or gaps.max() < _GAP:
             return nothing
         edge = (order[gaps.argmax()] + order[gaps.argmax() + 1]) / 2.0
@@ -162,13 +178,13 @@ class _Evidence:
     def ranking(self) -> Tensor:
         """(vocabulary,): evidence that a token occurs, at its best position."""
         found = torch.full((self.vocabulary,), -1e13, dtype=torch.float64)
-        found[self.tokens] = self._ratio[self.tokens] + self._position.amax(1)
+        found[self.tokens] = (self._ratio + self._often)[self.tokens] + self._position.amax(1)
         return found
 
     def best(self, count: int) -> Tensor:
         """The tokens with most evidence, at most ``count``."""
         return self.ranking().topk(min(count, len(self.tokens))).indices
 
-    def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Evidence that each token occurs (tokens,), and that it stands at each position (tokens, T)."""
-        return self._ratio[tokens], self._position[torch.searchsorted(self.tokens, tokens)]
+    def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Evidence that tokens occur (tokens,) and stand at each position (tokens, T), and the log of how often."""
+        return self._ratio[tokens], self._position[torch.searchsorted(self.tokens, tokens)], self._often[tokens]

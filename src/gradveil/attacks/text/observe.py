@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gradveil.attacks.observation.from_files import state_of
 from gradveil.attacks.observation.gradients import Gradients, clip_groups, means
 from gradveil.attacks.observation.task import Task, find_task, logits_of, loss_of
-from gradveil.attacks.observation.views import Observation, ReleaseParams, StepObservation
+from gradveil.attacks.observation.views import Observation, Public, ReleaseParams, StepObservation
 from gradveil.clipping.groups import make_groups
 
 
@@ -22,11 +22,12 @@ def observe_text(
     training_batch: int | None = None,
     generator: torch.Generator,
     task: Task | None = None,
+    public: Tensor | None = None,
 ) -> Observation:
     """The mean gradient of sentences ids (V, B, T) with labels (V, B), clipped per layer at ``clip`` and noised.
 
     Noise has the std ``sigma * clip / training_batch`` (default: B). A language model is its own label. Without
-    ``clip``, plain gradients; the model's mode (train, eval) is left as it is.
+    ``clip``, plain gradients; the model's mode (train, eval) is left as it is. ``public``: ids (n, T) that anyone has.
     """
     task = task or find_task(module, tuple(ids.shape[2:]))
     batch = ids.shape[1]
@@ -49,7 +50,12 @@ def observe_text(
         gradients = {n: g + noise[n] * torch.randn(g.shape, generator=generator).to(g) for n, g in gradients.items()}
     sight = StepObservation(step=0, gradients=gradients, weights=state_of(module), defence=defence)
     return Observation(
-        module=module, sights=(sight,), input_shape=tuple(ids.shape[2:]), classes=task.classes, batch=batch
+        module=module,
+        sights=(sight,),
+        input_shape=tuple(ids.shape[2:]),
+        classes=task.classes,
+        batch=batch,
+        public=None if public is None else Public(public),
     )
 
 

@@ -90,7 +90,10 @@ class Reader:
         ]
         if not evidence:
             return None
-        return TokenEvidence(torch.stack([e.ratio for e in evidence]).amax(0), any(e.certain for e in evidence))
+        ratio, counts = (
+            torch.stack(parts).amax(0) for parts in zip(*((e.ratio, e.counts) for e in evidence), strict=True)
+        )
+        return TokenEvidence(ratio, any(e.certain for e in evidence), counts)
 
     def pairs(self, tokens: Tensor) -> Tensor | None:
         """Log distances (tokens, T) of tokens at positions, the mean over layers; None where no layer tells."""

@@ -17,15 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+_MOST_OFTEN = 16.0  # times that a token is taken to occur
 _NOT_MORE = 1e12  # of a log likelihood ratio: certainty
 
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """``ratio`` (vocabulary,): log likelihood ratios of "occurs" against "does not"; ``certain``: rows were zero."""
+    """``ratio`` (vocabulary,): log likelihood ratios of "occurs" against "does not"; ``certain``: rows were zero.
+
+    ``counts`` (vocabulary,): how often each occurs if it does, by the length of its row next to that of other tokens.
+    """
 
     ratio: Tensor
     certain: bool
+    counts: Tensor
 
     @property
     def tokens(self) -> Tensor | None:
@@ -38,7 +43,8 @@ def token_evidence(gradient: Tensor, std: float | None, places: int) -> TokenEvi
     rows = gradient.double()
     lengths = rows.square().sum(1)
     if std is None and bool((lengths == 0).any()):
-        return TokenEvidence(torch.where(lengths > 0, _NOT_MORE, -_NOT_MORE), certain=True)
+        ratio = torch.where(lengths > 0, _NOT_MORE, -_NOT_MORE)
+        return TokenEvidence(ratio, certain=True, counts=_counts(lengths, ratio))
     if bool((lengths > 0).all()):
         rows = rows - rows.median(0).values
         lengths = rows.square().sum(1)
@@ -47,9 +53,18 @@ def token_evidence(gradient: Tensor, std: float | None, places: int) -> TokenEvi
     noise = max(ordinary if std is None else max(std**2, ordinary), 1e-300)
     signal = float((lengths - features * noise).sum()) / (places * features * noise)
     if signal <= 0:
-        return TokenEvidence(torch.zeros_like(lengths), certain=False)
+        return TokenEvidence(torch.zeros_like(lengths), certain=False, counts=torch.ones_like(lengths))
     ratio = 0.5 * lengths / noise * signal / (1.0 + signal) - 0.5 * features * math.log1p(signal)
-    return TokenEvidence(ratio.clamp(-_NOT_MORE, _NOT_MORE), certain=False)
+    counts = _counts(lengths - features * noise, ratio)
+    return TokenEvidence(ratio.clamp(-_NOT_MORE, _NOT_MORE), certain=False, counts=counts)
+
+
+def _counts(lengths: Tensor, ratio: Tensor) -> Tensor:
+    """Squared lengths in units of the median of those that occur; at least 1."""
+    used = lengths[ratio > 0]
+    if not len(used):
+        return torch.ones_like(lengths)
+    return (lengths / used.median().clamp(min=1e-300)).clamp(1.0, _MOST_OFTEN)
 
 
 def token_table(module: nn.Module, vocabulary: int) -> str | None:

@@ -44,7 +44,10 @@ def score_text(found: Tensor, truth: Tensor) -> TextScore:
 
 
 def chance(truth: Tensor, vocabulary: int, *, public: Tensor | None = None, seed: int = 0) -> TextScore:
-    """What guessing gets: tokens drawn as often as they are in ``public`` ids, or all alike; the mean of some draws."""
+    """What guessing gets: tokens drawn as often as they are in ``public`` ids, or all alike; the mean of some draws.
+
+    With ``public``, or the expected number of each token, where that gets more.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = torch.ones(vocabulary, dtype=torch.float64)
     if public is not None:
@@ -53,7 +56,16 @@ def chance(truth: Tensor, vocabulary: int, *, public: Tensor | None = None, seed
     for _ in range(_DRAWS):
         drawn = torch.multinomial(weights, truth.numel(), replacement=True, generator=generator)
         scores.append(asdict(score_text(drawn.view(truth.shape), truth.cpu())))
-    return TextScore(**{name: sum(s[name] for s in scores) / _DRAWS for name in scores[0]})
+    drawn_score = {name: sum(s[name] for s in scores) / _DRAWS for name in scores[0]}
+    if public is None:
+        return TextScore(**drawn_score)
+    places = truth[0].numel()
+    expected = places * weights / weights.sum()
+    counts = expected.floor()
+    counts[(expected - counts).topk(places - int(counts.sum())).indices] += 1
+    bag = torch.arange(vocabulary).repeat_interleave(counts.long()).view(1, *truth.shape[1:]).expand(truth.shape)
+    likeliest = asdict(score_text(bag, truth.cpu()))
+    return TextScore(**{name: max(drawn_score[name], likeliest[name]) for name in drawn_score})
 
 
 def ranking_score(ranking: Tensor, truth: Tensor) -> float:

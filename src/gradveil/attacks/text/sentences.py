@@ -6,6 +6,7 @@ to that place or as a whole, is one of those behind it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,10 @@ from gradveil.attacks.text.reader import Reader
 
 _DRAWN = 32  # sentences that are made up, to see how far wrong ones are
 _STARTS = 8  # of the search for whole sentences
-_SWEEPS = 6
-_ROUNDS, _SETTLED = 12, 2  # at most, and rounds without a change after which it ends
+_AT_A_TIME = 1024  # sentences that are tried at once
+_BUDGET = 60_000  # sentences, for all rounds together, in one sweep each
+_SWEEPS = 5
+_ROUNDS, _SETTLED = 10, 2  # at most, and rounds without a change after which it ends
 
 
 def _asked(readers: Sequence[Reader], ids: Tensor, place: int | None = None) -> Tensor:
@@ -68,12 +71,14 @@ def search_whole(readers: Sequence[Reader], inside: Sequence[Sequence[int]], bat
     Starts are many; the nearest different ends are the sentences.
     """
     generator = torch.Generator().manual_seed(seed)
-    length, starts = len(inside), _STARTS * batch
+    length, options = len(inside), max(map(len, inside))
+    starts = max(batch, min(_STARTS * batch, _AT_A_TIME // options))
     choices = [torch.tensor(tokens, dtype=torch.int64) for tokens in inside]
     ends: dict[tuple[int, ...], float] = {}
     nearest: list[tuple[int, ...]] = []
     unchanged = 0
-    for _ in range(_ROUNDS):
+    rounds = max(1, min(_ROUNDS, _BUDGET // (starts * options * length)))
+    for _ in range(rounds):
         ids = torch.stack([c[torch.randint(len(c), (starts,), generator=generator)] for c in choices], 1)
         ids, least = _descend(readers, ids, choices, generator)
         ends |= {tuple(row): log for row, log in zip(ids.tolist(), least.tolist(), strict=True)}
@@ -107,10 +112,10 @@ def _descend(
 
 
 def _different(ordered: Sequence[tuple[int, ...]], batch: int) -> list[tuple[int, ...]]:
-    """The first ``batch`` that are not mostly the same as one before; such ones too where there are too few."""
+    """The first ``batch`` that are not mostly the same tokens as one before; such ones too where there are too few."""
     found: list[tuple[int, ...]] = []
     for row in ordered:
-        if all(sum(a != b for a, b in zip(row, other, strict=True)) > len(row) // 4 for other in found):
+        if all(2 * (Counter(row) & Counter(other)).total() < len(row) for other in found):
             found.append(row)
     return (found + [row for row in ordered if row not in found])[:batch]
 
