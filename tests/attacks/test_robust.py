@@ -14,7 +14,8 @@ from gradveil.attacks.trial import ATTACKS, NAMES
 from gradveil.mechanism.strategies import parameters
 from gradveil.training import data
 
-CASES = [(name, batch) for name in NAMES for batch in (1, 3) if (name, batch) != ("prior", 3)]  # one by one only
+ONE_BY_ONE = ("prior", "analytic")  # analytic refuses a batch that no ReLU tells apart
+CASES = [(name, batch) for name in NAMES for batch in (1, 3) if batch == 1 or name not in ONE_BY_ONE]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_one_victim_that_diverges_leaves_the_others_alone(digits):
 def test_what_is_no_number_is_judged_as_a_failure(digits):
     """Also by an attack that does not say so itself; a batch is put in order all the same."""
     seen, secret = see(digits, batch=3)
-    found = ATTACKS["analytic"]().run(seen)
+    found = ATTACKS["cpl"]().run(seen, iterations=1)
     found.x[0, 1] = float("nan")
     found.x[1, 0, 0, 0] = float("inf")
     summary = judged(found, secret, digits)
@@ -117,6 +118,6 @@ def test_one_seed_one_result(digits, name, noisy, batch):
 
 @pytest.mark.parametrize("name", ["cpl", "dlg", "idlg", "inverting", "map"])
 def test_another_seed_another_start(digits, name):
-    seen, _ = see(digits)
+    seen, _ = see(digits, noisy=name == "map")  # without noise it computes this network's input, from no start
     starts = [attack_named(name, digits).run(seen, iterations=1, seed=s).frames[0] for s in (1, 2)]
     assert not torch.equal(*starts)

@@ -73,7 +73,7 @@ def read_features(observation: Observation, last: str | None, labels: Tensor) ->
         return []
     found = []
     for sight in observation.sights:
-        if sight.defence.whitening is not None:
+        if sight.defence.whitening is not None or sight.local is not None:  # several steps are not of rank one
             continue
         for name in vector_layers(observation.module, observation.input_shape):
             reading = _read(sight, name, labels[:, 0] if name == last else None)

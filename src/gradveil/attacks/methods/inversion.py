@@ -268,6 +268,8 @@ def likelihood(observation: Observation, labels: Tensor) -> Objective:
 
 def _computed(observation: Observation, iterations: int, seed: int) -> Reconstruction | None:
     """What a first linear layer gives away without a search, if that explains all gradients; else None."""
+    if any(sight.local is not None for sight in observation.sights):
+        return None
     try:
         found = Analytic().reconstruct(observation, iterations=iterations, seed=seed, watch=None)
     except UnsupportedModelError:
