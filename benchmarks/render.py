@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 import tomllib
 from collections.abc import Callable
 from typing import Any
 
+import adaptive_tables
 import speed_tables
 import zoo_tables
 from speed_tables import machine, steps_beside
@@ -328,88 +328,6 @@ def features_tried() -> str:
     return f"{said}\n\n{table(head, rows)}"
 
 
-def filter_price() -> str:
-    """What a privacy filter costs against the PLD of the same noises."""
-    data = load("filter_price")
-    if data is None:
-        return ABSENT
-    head = ["sample rate", "steps", *(f"epsilon {e:g} by PLD" for e in data["epsilons"])]
-    rows = [
-        [
-            f"{row['rate']:g}",
-            f"{row['steps']}",
-            *(
-                f"{c['filter']:.3f} (+{c['price']:.1%}; sigma {c['sigma']:.2f}, order {c['order']:g})"
-                for c in row["cells"]
-            ),
-        ]
-        for row in data["rows"]
-    ]
-    return f"Epsilon by the filter; `{data['machine']['command']}`.\n\n{table(head, rows)}"
-
-
-def adaptive() -> str:
-    """dyn-adaptive beside the other proved strategies, each at its best learning rate."""
-    data = load("adaptive")
-    if data is None:
-        return ABSENT
-    rows = []
-    for name, setting in data["settings"].items():
-        mine = [row for row in data["rows"] if row["setting"] == name]
-        for epsilon in setting["epsilons"]:
-            for strategy in dict.fromkeys(row["strategy"] for row in mine):
-                here = [row for row in mine if (row["epsilon"], row["strategy"]) == (epsilon, strategy)]
-                by_rate = {lr: [row for row in here if row["lr"] == lr] for lr in setting["lrs"]}
-                by_rate = {lr: found for lr, found in by_rate.items() if found}
-                if not by_rate:
-                    continue
-                lr, best = max(by_rate.items(), key=lambda kv: statistics.fmean(row["accuracy"] for row in kv[1]))
-                accuracies = [row["accuracy"] for row in best]
-                spread = f"{min(accuracies):.4f} to {max(accuracies):.4f}"
-                rows.append(
-                    [
-                        name,
-                        f"{epsilon:g}",
-                        strategy,
-                        f"{statistics.fmean(accuracies):.4f}",
-                        spread,
-                        f"{len(best)}",
-                        f"{lr:g}",
-                    ]
-                )
-    told = "; ".join(
-        f"{name}: {s['run']['model']}, B = {s['run']['batch_size']}, {s['run']['steps']} steps, {s['held_out']} "
-        f"training examples held out, rates {', '.join(f'{lr:g}' for lr in s['lrs'])}"
-        for name, s in data["settings"].items()
-    )
-    head = ["set", "epsilon", "strategy", "held-out accuracy", "seeds from, to", "seeds", "best rate"]
-    return f"{told}. 2 CPU cores; `{data['machine']['command']}`.\n\n{table(head, rows)}"
-
-
-def adaclip_spread() -> str:
-    """The growth of AdaClip's squared spread in a step, predicted and measured."""
-    data = load("adaclip_spread")
-    if data is None:
-        return ABSENT
-    rows = [
-        [
-            row["layer"],
-            f"{row['coordinates']}",
-            f"{row['batch']}",
-            f"{row['sigma']:g}",
-            f"{row['predicted']:.3f}",
-            f"{row['measured']:.3f}",
-        ]
-        for row in data["rows"]
-    ]
-    head = ["layer", "coordinates", "B", "sigma", "s^2 grows in a step by, predicted", "measured"]
-    told = (
-        f"All examples clipped, random directions, {data['steps']} steps; the prediction is for equal spreads, which "
-        "stay equal only where they shrink. "
-    )
-    return f"{told}`{data['machine']['command']}`.\n\n{table(head, rows)}"
-
-
 def cost_model() -> str:
     data = load("cost_model")
     if data is None:
@@ -457,9 +375,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "cost_model": cost_model,
     "features_tried": features_tried,
     "audit_bounds": audit_bounds,
-    "filter_price": filter_price,
-    "adaptive": adaptive,
-    "adaclip_spread": adaclip_spread,
+    "filter_price": adaptive_tables.filter_price,
+    "features_centred": adaptive_tables.features_centred,
+    "adaptive": adaptive_tables.adaptive,
+    "adaclip_spread": adaptive_tables.adaclip_spread,
     "zoo_counts": zoo_tables.zoo_counts,
     "zoo_exceptions": zoo_tables.zoo_exceptions,
     "any_network": zoo_tables.any_network,

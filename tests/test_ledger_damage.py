@@ -142,11 +142,11 @@ def test_a_foreign_file_is_refused_at_line_1(path: Path, data: bytes) -> None:
 
 
 def test_a_header_of_another_version_is_refused_as_such(path: Path) -> None:
-    body = make_header().to_dict() | {"format_version": 2}
+    body = make_header().to_dict() | {"format_version": 3}
     line, _ = lines.line(1, "header", lines.body_text(body), lines.GENESIS)
     error = _refused(path, line.encode())
     assert error.line == 1
-    assert "version" in str(error) and "2" in str(error)
+    assert "version" in str(error) and "3" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_ledger_written_anew_with_a_valid_chain_is_refused_at_the_pinned_line(
         ledger.append(make_release(header, step, sigma=60.0, noise_std=(240.0, 240.0)))
     ledger.commit()
     assert len(ledgers.read(run.ledger).releases) == 8
-    with pytest.raises(LedgerError, match="written anew") as caught:
+    with pytest.raises(LedgerError, match="has been rewritten") as caught:
         run.verified_ledger()
     assert caught.value.line == 5
 

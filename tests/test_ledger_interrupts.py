@@ -268,7 +268,7 @@ def room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("room", [0, 1, 100, 400])
+@pytest.mark.parametrize("room", [0, 1, 30, 50])
 def test_a_line_that_fits_only_in_part_is_cut_off_and_the_ledger_goes_on(path: Path, room: int) -> None:
     header = make_header()
     ledger = write(path, header, 3)

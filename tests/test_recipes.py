@@ -222,7 +222,7 @@ def test_a_recipe_is_one_command(gradveil, tmp_path):
     code, out, err = gradveil("train", "--resume", where, "--recipe", "digits-3", "--steps", 20, "--json")
     assert code == 0, err
     code, _, err = gradveil("train", "--resume", where, "--recipe", "digits-3")
-    assert code == 2 and "begun with steps = 20" in err
+    assert code == 2 and "started with steps = 20" in err
 
 
 @pytest.mark.parametrize(

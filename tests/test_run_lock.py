@@ -128,7 +128,9 @@ def test_readers_that_ask_for_the_owner_do_not_keep_a_writer_out(tmp_path: Path)
             thread.join()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": "x", "host": 1}', b"\xff\xfe", b"[" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"pid": "x", "host": 1}', b'{"pid": 1e999, "host": 1}', b"\xff\xfe", b"[" * 5000]
+)
 def test_an_owner_that_cannot_be_read_is_another_process(content: bytes) -> None:
     assert _run_lock._owner(content) == "another process"
 

@@ -77,7 +77,7 @@ def _newest(run: RunDirectory) -> Path:
 @pytest.mark.parametrize("changes", [{"sigma": 13.0}, {"strategy": "dyn-sigma"}, {"lr": 0.1}, {"model": "paper-mlp"}])
 def test_a_run_is_not_resumed_with_other_settings(cut: RunDirectory, changes: dict[str, Any]) -> None:
     before = cut.ledger.read_bytes()
-    with pytest.raises(RunDirectoryError, match=f"begun with {next(iter(changes))}"):
+    with pytest.raises(RunDirectoryError, match=f"started with {next(iter(changes))}"):
         resume(cut.path, settings=changes)
     assert cut.ledger.read_bytes() == before
 

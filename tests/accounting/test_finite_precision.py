@@ -93,6 +93,12 @@ def test_noise_is_on_a_lattice_by_default_from_large_batches_on():
         run(*start(noise="lattice", sigma=1e9, steps=1))
 
 
+def test_noise_on_a_lattice_is_not_captured_as_a_cuda_graph():
+    engine, *_ = start(noise="lattice", steps=1)
+    with pytest.raises(ConfigError, match="drawn on the CPU"):
+        gradveil.cuda_graph_step(engine, torch.nn.functional.cross_entropy)
+
+
 def test_a_run_keeps_the_noise_it_was_begun_with(tmp_path):
     for noise in ("float", "lattice"):
         engine, *_ = start(noise=noise, run_dir=tmp_path / noise, steps=3)

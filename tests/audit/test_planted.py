@@ -9,6 +9,7 @@ import torch
 from audited import UsedTwice, layers, setting
 
 from gradveil import audit
+from gradveil.clipping import clip_factors
 from gradveil.clipping import clipper as clippers
 from gradveil.clipping.clip_factors import ClipFactors
 from gradveil.clipping.per_sample_grads import PerSampleGrads, row_sq_norms
@@ -114,7 +115,7 @@ def test_a_parameter_used_twice_clipped_separately(monkeypatch):
             weigh(slice(None), [torch.zeros(self.examples) for _ in self.per_example(slice(None))])
             return [g.sum(0) for g in self.per_example(slice(None))]  # clipped already, so it says
 
-    monkeypatch.setattr(clippers.LinearGrads, "joined", lambda uses: Apart(uses))
+    monkeypatch.setattr(clip_factors.LinearGrads, "joined", lambda uses: Apart(uses))
     assert found(setting(**made), steps=800).is_broken
 
 

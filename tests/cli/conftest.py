@@ -10,7 +10,7 @@ import pytest
 
 
 @dataclass(frozen=True)
-class AttackResult:
+class Result:
     code: int
     out: str
     err: str
@@ -35,11 +35,11 @@ def _checks_of_the_first_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gradveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., AttackResult]:
+def gradveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """Call the command line as its console script does."""
     from gradveil.cli import main
 
-    def call(*arguments: object) -> AttackResult:
+    def call(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["gradveil", *(str(a) for a in arguments)])
         capsys.readouterr()
         code = 0
@@ -48,6 +48,6 @@ def gradveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         found = capsys.readouterr()
-        return AttackResult(code, found.out, found.err)
+        return Result(code, found.out, found.err)
 
     return call

@@ -41,8 +41,8 @@ BAD_ACCOUNT: dict[str, tuple[dict[str, str | None], list[str]]] = {
     "a decay to nothing": ({"--decay": "linear", "--sigma-end": "0"}, ["must end above zero"]),
     "half a batch": ({"--sampling": "with-replacement", "--population": "150"}, ["batch of 1.5", "whole"]),
     "kappa of 1": ({"--kappa": "1"}, ["kappa 1.0"]),
-    "no sigma": ({"--sigma": None}, ["--sigma left out", "gradveil account RUN"]),
-    "nothing": (dict.fromkeys(ACCOUNT), ["--sigma, --sample-rate, --steps left out"]),
+    "no sigma": ({"--sigma": None}, ["--sigma missing", "gradveil account RUN"]),
+    "nothing": (dict.fromkeys(ACCOUNT), ["--sigma, --sample-rate, --steps missing"]),
     "a picture of no kind": ({"--plot": "x.doc"}, ["x.doc", ".png"]),
     "a picture nowhere": ({"--plot": "/no/such/place/x.png"}, ["/no/such/place", "does not exist"]),
 }

@@ -129,7 +129,7 @@ def test_what_an_engine_recorded_is_attacked_step_by_step(gradveil: Callable[...
     assert several.code == 2 and "--step" in several.message
     for facts in (("--clip", 1), ("--weights", "weights.safetensors"), ("--observe", "batch")):
         refused = gradveil("attack", *MODEL, *few, *facts)
-        assert refused.code == 2 and f"{facts[0]} is said by the record" in refused.message
+        assert refused.code == 2 and f"{facts[0]} is part of the recording" in refused.message
     absent = gradveil("attack", *MODEL, *few, "--step", 1)
     assert absent.code == 2 and "[0, 2]" in absent.message
 
@@ -140,8 +140,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a shape that is none": (["--model", "net_of_mine:make", "--input-shape", "1x8"], "1,28,28"),
     "nothing to attack": ([*MODEL], "either --gradients or --captured"),
     "both": ([*MODEL, *GRADIENTS, "--captured", "seen"], "either --gradients or --captured"),
-    "a data set": ([*MODEL, *GRADIENTS, "--dataset", "digits"], "--dataset goes with a data set"),
-    "a run": (["run", *MODEL, *GRADIENTS], "[RUN] goes with a data set or run"),
+    "a data set": ([*MODEL, *GRADIENTS, "--dataset", "digits"], "--dataset applies to a data set"),
+    "a run": (["run", *MODEL, *GRADIENTS], "[RUN] applies to a data set or run"),
     "another model": (
         ["--model", "net_of_mine:wide", "--input-shape", "1,8,8", "--gradients", "gradients.safetensors"],
         "model and gradients do not belong together",
@@ -173,7 +173,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "does not take inputs of shape",
     ),
     "a truth of another shape": ([*MODEL, *GRADIENTS, "--truth", "public.safetensors"], "(1, 1, 1, 8, 8)"),
-    "a step of no record": ([*MODEL, *GRADIENTS, "--step", "1"], "--step is of --captured"),
+    "a step of no record": ([*MODEL, *GRADIENTS, "--step", "1"], "--step applies to --captured"),
 }
 
 

@@ -98,7 +98,7 @@ def test_a_run_that_has_more_proved_than_a_step_leaks_is_judged_by_the_step(grad
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((), "nothing is named to audit"),
+        ((), "nothing to audit"),
         (("--strategy", "dyn-s-l2mx"), "Did you mean 'dyn-s-l2max'"),
         (("--strategy", "non-private"), "adds no noise"),
         (("--strategy", "baseline", "--steps", 3), "too few"),

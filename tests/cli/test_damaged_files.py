@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradveil import _files
+from gradveil.accounting import files as _files
 from gradveil.errors import DataError, RunDirectoryError
 from gradveil.reports.facts import read_run
 from gradveil.training.run_directory import RunDirectory

@@ -57,6 +57,7 @@ def test_every_file_of_a_run_is_bound(run):
     assert held == {path for path, state in found.items() if state != "left out"}
     assert {found[path] for path in held if not path.endswith("secret.json")} == {"bound"}
     assert gate(run).passed, gate(run)
+    assert "no --signed-by and no --head was given" in gate(run).reason
 
 
 def files_of(run):
@@ -115,9 +116,10 @@ def test_forged_noise_with_the_config_edited_too_contradicts_the_metrics(run):
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_a_ledger_that_was_cut_to_its_header_fails(run, end):
+def test_a_ledger_that_was_cut_to_its_header_fails(gradveil, run, end):
     cut(run, releases=0, end=end)
     assert "metrics.jsonl tells of step 6, and the ledger's releases end after 0" in gate(run).reason
+    assert "metrics.jsonl tells of step 6" in gradveil("statement", run).err
     (run / "metrics.jsonl").unlink()
     shutil.rmtree(run / "attacks")
     told = gate(run)

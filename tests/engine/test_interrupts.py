@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import gradveil
+from gradveil.accounting import ledger as ledgers
 from gradveil.engine.guards import fingerprint
 from gradveil.engine.step import PrivateStep
 from loops import start
@@ -120,7 +120,7 @@ def test_a_step_broken_off_at_any_line(strategy, seed, error, monkeypatch, tmp_p
             break
         step()  # training goes on
         assert len(published.found) > before
-    assert injected > 400, "the step has more lines than that"
+    assert injected > 300, "the step has more lines than that"
     check_published(published.found, seeded=seed is not None)
     engine.close()
     contents = gradveil.accounting.ledger.read(tmp_path / "run" / "ledger.jsonl")
@@ -235,7 +235,6 @@ def test_sigint_during_backward_leaves_a_loop_that_goes_on(tmp_path):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, before)
     engine.commit()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
-    nonces = [line["body"]["nonce"] for line in lines if line["kind"] == "release"]
+    nonces = [release.nonce for release in ledgers.read(tmp_path / "run" / "ledger.jsonl").releases]
     assert interrupted > 10 and len(set(nonces)) == len(nonces) >= engine.step
     assert torch.isfinite(torch.cat([p.detach().flatten() for p in model.parameters()])).all()

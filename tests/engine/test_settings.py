@@ -101,10 +101,11 @@ def test_what_the_engine_says_of_itself():
 
 
 def test_the_public_methods_are_few():
-    public = {name for name in vars(gradveil.PrivacyEngine) if not name.startswith("_")}
+    public = {name for name in dir(gradveil.PrivacyEngine) if not name.startswith("_")}
     methods = {name for name in public if callable(getattr(gradveil.PrivacyEngine, name))}
     assert methods == {
-        "close", "commit", "detach", "load_state_dict", "make_private", "public_data", "record_gradients", "run_step",
+        "close", "commit", "detach", "load_state_dict", "log", "make_private", "public_data", "record_gradients",
+        "run_step",
         "state_dict", "statement", "stop",
     }  # fmt: skip
 

@@ -147,8 +147,8 @@ def test_an_interrupted_run_says_at_which_step(run):
     shutil.rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
     text = words(page_of(run))
-    assert "Not ended: interrupted, or still running, after step 3 of 6." in text
-    assert "The run has not ended" in text
+    assert "Not finished: interrupted or still running after step 3 of 6." in text
+    assert "The run has not finished" in text
     assert "baseline not ended tier 1: strong formal guarantee" in text
 
 
@@ -162,8 +162,8 @@ def test_a_ledger_that_does_not_hold(run, how):
         shutil.rmtree(run / "checkpoints")
         rewritten(run / "ledger.jsonl", delta=7.0)
     text = words(page_of(run))
-    assert "The ledger does not hold:" in text
-    assert "Ledger invalid: what was released is not known." in text
+    assert "The ledger failed verification:" in text
+    assert "Ledger invalid: what was released is unknown." in text
     assert "epsilon ≤" not in text
 
 
@@ -182,7 +182,7 @@ def test_a_run_that_never_began(run):
         (run / name).unlink()
     shutil.rmtree(run / "checkpoints")
     text = words(page_of(run))
-    assert "There is no ledger" in text and "Not begun" in text
+    assert "There is no ledger" in text and "Not started" in text
 
 
 def test_an_engines_own_run_has_a_ledger_alone(run, tmp_path):
@@ -207,9 +207,9 @@ def test_an_audit_stands_beside_what_is_proved(run):
     text = words(page_of(run))
     assert "Audited ≥ 0.25 confidence 0.95" in text
     assert "hush" not in text
-    assert "is at fault" not in text
+    assert "is wrong" not in text
     (run / "audit.json").write_text(json.dumps({"epsilon_lower_bound": 25.0}))
-    assert "More than what is proved" in words(page_of(run))
+    assert "Above the proved epsilon" in words(page_of(run))
 
 
 def test_several_runs_on_one_page(made):
@@ -235,9 +235,9 @@ def test_figures_of_an_attack_without_pictures(attacked):
     text = page_of(attacked)
     assert "cpl against baseline" in text
     assert "beats guessing by 6 dB" in text
-    assert "Attacks that were not run: dlg, idlg, inverting, map, analytic, prior." in text
-    assert "No attack knew the defence." in text
-    assert "Views that were not tried: per-example, batch." in text
+    assert "Attacks not run: dlg, idlg, inverting, map, analytic, prior." in text
+    assert "No attack used knowledge of the defence." in text
+    assert "Views not tried: per-example, batch." in text
     assert "data:image" not in text
     assert "--examples 4" in text
 
@@ -257,9 +257,9 @@ def test_pictures_that_cannot_be_read_are_said_to_be(attacked, tmp_path):
     run = shutil.copytree(attacked, tmp_path / "run")
     (kept,) = run.glob("attacks/*/pictures.npz")
     kept.write_bytes(b"not a zip file")
-    assert "Its pictures cannot be read" in page_of(run, examples=1)
+    assert "Its images cannot be read" in page_of(run, examples=1)
     kept.unlink()
-    assert "It kept no pictures." in page_of(run, examples=1)
+    assert "No images were stored." in page_of(run, examples=1)
 
 
 def test_an_attack_on_tables_has_no_psnr(run):

@@ -19,9 +19,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from gradveil.accounting._affordable import affordable
 from gradveil.accounting._compose import SAMPLERS, Charge, default_view, why_no_bound
+from gradveil.accounting._next_release import is_derived
 from gradveil.accounting._pld import FIXED_SIZE, Mechanism
+from gradveil.accounting._quantize import Array
+from gradveil.accounting._release_table import ReleaseTable, kinds, steps_of
 from gradveil.errors import ConfigError
 from gradveil.mechanism.records import Release, RunHeader, planned_multiplier, why_unproved
 from gradveil.mechanism.schedules import from_dict
@@ -29,6 +34,7 @@ from gradveil.mechanism.schedules import from_dict
 _STOPPINGS = ("none", "public", "private")
 _GUARANTEES = ("proved", "paper-only", "none")
 _SAME = 1e-12  # relative; records are written with all their digits
+MOST_DECLARED = 10_000_000  # steps
 # A multiplier beyond the largest is charged at it. One below the smallest has an epsilon of 1e5 and more.
 SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER = 1e-3, 1e6
 
@@ -56,6 +62,8 @@ def check_header(header: RunHeader) -> None:
             raise Unbounded(f"the {what} {value!r} in the records is not known (known: {', '.join(known)})")
     if header.guarantee == "none":
         check_provable(header)
+    if header.steps > MOST_DECLARED:
+        raise Unbounded(f"the header declares {header.steps} steps, and at most {MOST_DECLARED} are charged one by one")
     _check_rate(header.sample_rate, header.expected_batch_size, header.population, "the header")
 
 
@@ -117,29 +125,64 @@ def checked_multiplier(z: float, step: int) -> float:
     return min(z, LARGEST_MULTIPLIER)
 
 
+def is_charged(release: Release) -> bool:
+    """Whether anything was released that depends on the data."""
+    return any(release.clip) or any(side.sensitivity for side in release.side)
+
+
+def _charge(header: RunHeader, release: Release) -> Charge:
+    _check_scale(header, release)
+    z = checked_multiplier(release.multiplier, release.step)
+    if release.sampler in ("poisson", *FIXED_SIZE) and is_charged(release):
+        whose = f"the release of step {release.step}"
+        _check_rate(release.sample_rate, release.expected_batch_size, header.population, whose)
+        if not math.isclose(release.sample_rate, header.sample_rate, rel_tol=_SAME):
+            raise Unbounded(
+                f"{whose} has sample rate {release.sample_rate!r}, but the header declares "
+                f"{header.sample_rate!r}, so the records do not describe the sampling"
+            )
+    mechanism = mechanism_of(
+        release.sampler,
+        rate=release.sample_rate,
+        batch_size=release.expected_batch_size,
+        population=header.population,
+    )
+    return mechanism, z
+
+
+def _multipliers(release: Release, sigmas: Array) -> Array | None:
+    """The multiplier of releases like this one at other sigmas; None where they must be looked at one by one."""
+    if release.sensitivity_rule.startswith("l2max") or not np.all(np.isfinite(sigmas) & (sigmas > 0)):
+        return None
+    if not is_derived(release):
+        return np.full(len(sigmas), release.multiplier)
+    pairs = [(c, s) for c, s in zip(release.clip, release.sensitivity, strict=True) if c]
+    moved = math.fsum((c / s) ** 2 for c, s in pairs)  # the release has noise, so no s is 0
+    with np.errstate(all="ignore"):
+        found = 1 / np.sqrt(moved / sigmas**2 + release.side_inverse_square)
+    return found if np.all(found >= SMALLEST_MULTIPLIER) else None
+
+
 def release_charges(header: RunHeader, releases: Iterable[Release]) -> list[Charge]:
     """One charge per release: duplicates of a step and recovered lines included."""
+    if not isinstance(releases, ReleaseTable):
+        return [charge for r in releases for charge in [_charge(header, r)] if is_charged(r)]
+    if (known := releases.charges_under(header)) is not None:
+        return known
     charges: list[Charge] = []
-    for release in releases:
-        _check_scale(header, release)
-        z = checked_multiplier(release.multiplier, release.step)
-        if not any(release.clip) and not any(side.sensitivity for side in release.side):
-            continue  # nothing that depends on the data was released
-        if release.sampler in ("poisson", *FIXED_SIZE):
-            whose = f"the release of step {release.step}"
-            _check_rate(release.sample_rate, release.expected_batch_size, header.population, whose)
-            if not math.isclose(release.sample_rate, header.sample_rate, rel_tol=_SAME):
-                raise Unbounded(
-                    f"{whose} has sample rate {release.sample_rate!r}, but the header declares "
-                    f"{header.sample_rate!r}, so the records do not describe the sampling"
-                )
-        mechanism = mechanism_of(
-            release.sampler,
-            rate=release.sample_rate,
-            batch_size=release.expected_batch_size,
-            population=header.population,
-        )
-        charges.append((mechanism, z))
+    place = 0
+    for release, sigmas in releases.stretches():
+        charge, count = _charge(header, release), len(sigmas)
+        place += count
+        if not is_charged(release):
+            continue
+        if np.all(sigmas == sigmas[0]):
+            charges += [charge] * count
+        elif (zs := _multipliers(release, sigmas)) is not None:
+            charges += [(charge[0], z) for z in np.minimum(zs, LARGEST_MULTIPLIER).tolist()]
+        else:
+            charges += [_charge(header, releases[i]) for i in range(place - count, place)]
+    releases.keep_charges(header, charges)
     return charges
 
 
@@ -148,10 +191,10 @@ def _planned_side(header: RunHeader, releases: Sequence[Release]) -> float:
     planned = float(header.plan.get("side_inverse_square", 0.0))
     if not (planned >= 0 and math.isfinite(planned)):
         raise ValueError(f"its side_inverse_square is {planned!r}")
-    return max([planned, *(release.side_inverse_square for release in releases)])
+    return max([planned, *(release.side_inverse_square for release, _ in kinds(releases))])
 
 
-def remaining_steps(header: RunHeader, releases: Sequence[Release]) -> list[int]:
+def remaining_steps(header: RunHeader, releases: Sequence[Release]) -> Sequence[int]:
     """The declared steps that the run, were it to go on, would still take: those after its latest release.
 
     A run that went back to a checkpoint takes the steps after it again. Steps that were left out count too: the
@@ -159,8 +202,14 @@ def remaining_steps(header: RunHeader, releases: Sequence[Release]) -> list[int]
     """
     if not releases:
         return []
-    taken, latest = {release.step for release in releases}, releases[-1].step
-    return [t for t in range(header.steps) if t > latest or t not in taken]
+    later = range(min(releases[-1].step + 1, header.steps), header.steps)
+    if header.steps > MOST_DECLARED:
+        return later  # it is not charged step by step
+    taken = np.unique(np.asarray(steps_of(releases), dtype=np.int64))
+    taken = taken[taken < later.start]
+    if len(taken) == later.start:
+        return later
+    return [*np.setdiff1d(np.arange(later.start), taken).tolist(), *later]
 
 
 def _planned_charges(header: RunHeader, releases: Sequence[Release], steps: Sequence[int]) -> list[Charge]:
@@ -172,7 +221,8 @@ def _planned_charges(header: RunHeader, releases: Sequence[Release], steps: Sequ
     sigma_at = None if fixed else from_dict(header.plan["sigma"])
     mechanism = planned_mechanism(header)
     charges: list[Charge] = []
-    for t in steps:
+    same = (sigma_at or clip_at) is not None and (sigma_at or clip_at).is_constant  # type: ignore[union-attr]
+    for t in steps[:1] if same else steps:
         z = planned_multiplier(
             groups=len(header.groups),
             sigma=sigma_at(t) if sigma_at else math.nan,
@@ -183,7 +233,7 @@ def _planned_charges(header: RunHeader, releases: Sequence[Release], steps: Sequ
         if not math.isfinite(z):
             raise ValueError(f"its noise multiplier at step {t} is {z!r}")
         charges.append((mechanism, checked_multiplier(z, t)))
-    return charges
+    return charges * len(steps) if same else charges
 
 
 def remaining_charges(header: RunHeader, releases: Sequence[Release]) -> list[Charge]:

@@ -12,6 +12,7 @@ import os
 import weakref
 from pathlib import Path
 
+from gradveil.accounting import files
 from gradveil.errors import LedgerError
 
 
@@ -106,13 +107,12 @@ class LedgerFile:
 
     def explained(self, error: OSError, fact: str) -> OSError:
         """The error with the file's name, ``fact`` and what to do."""
-        reason = error.strerror or str(error)
-        return OSError(
-            error.errno or 0,
-            f"{reason}. {fact} The ledger is intact: free space on its disk, raise the quota or mend what is wrong "
-            "with the disk, and go on.",
-            str(self.path),
+        where = str(self.path.parent).replace("{", "{{").replace("}", "}}")
+        then = (
+            f"{fact} The ledger is safe: its earlier lines are whole. To go on, {{mend}}, and then: gradveil train "
+            f"--resume {where} (in your own loop: PrivacyEngine(run_dir=..., resume=True))"
         )
+        return files.explained(error, self.path, "writing the ledger", then)
 
     def _foreign(self, size: int, expected: int) -> LedgerError:
         return LedgerError(

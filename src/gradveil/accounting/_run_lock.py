@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from gradveil.accounting import files
 from gradveil.errors import LedgerError, RunDirectoryError
 
 FILE_NAME = ".lock"
@@ -72,7 +73,11 @@ class Hold:
 def _locked(path: str, directory: Path) -> int:
     """The descriptor of the locked file."""
     for pause in (*_PAUSES, None):  # a reader that asks for the owner has the lock for a moment
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            then = "Nothing was written: {mend} and try again."
+            raise files.explained(error, path, "locking the run directory", then) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, path):  # not one that its owner was just removing
@@ -158,7 +163,7 @@ def _owner(data: bytes) -> str:
     try:
         told = json.loads(data)
         process, host = int(told["pid"]), str(told["host"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "another process"
     return f"process {process}" if host == socket.gethostname() else f"process {process} on {host}"
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from gradveil.accounting._checks import trusted
+from gradveil.accounting._ledger_shapes import header_of, release_of
 from gradveil.errors import LedgerError
 from gradveil.mechanism.records import Release, RunHeader
 
 FORMAT = "gradveil-spent-1"
+MOST_RELEASES = 10_000_000
 _FACTS = ("strategy", "guarantee", "population", "sampling", "sample_rate", "delta", "steps", "plan", "stopping")
 _MUST_AGREE = ("population", "sampling", "sample_rate", "groups", "delta", "guarantee")
 _FIELDS = (
@@ -79,6 +81,8 @@ def check(spent: Mapping[str, Any], header: RunHeader) -> list[Release]:
         whole = False
     if not whole:
         raise _damaged("its checksum or its format does not fit")
+    if wrong := _wrong_shape(spent):
+        raise _damaged(f"its {wrong} is not what a run writes")
     mine = _facts(header)
     for fact in _MUST_AGREE:
         if spent["header"].get(fact) != mine[fact]:
@@ -89,17 +93,34 @@ def check(spent: Mapping[str, Any], header: RunHeader) -> list[Release]:
             )
     try:
         releases = _releases(spent, len(header.groups))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        theirs = _theirs(spent["header"], header)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise _damaged(f"its releases cannot be read ({error})") from None
-    _check_declared(spent["header"], header, releases)
+    trusted(lambda: _check_declared(theirs, header, releases))
     return releases
 
 
-def _check_declared(facts: Mapping[str, Any], header: RunHeader, releases: Sequence[Release]) -> None:
+def _wrong_shape(spent: Mapping[str, Any]) -> str:
+    """The first part that is of another kind than :func:`export` writes."""
+    shapes: dict[str, tuple[type, ...]] = {"header": (dict,), "columns": (dict,), "ledger_head": (str,)}
+    shapes |= {"ledger_length": (int,), "releases": (int,)}
+    for name, kinds in shapes.items():
+        value = spent.get(name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return name
+    return "" if 0 <= spent["releases"] <= MOST_RELEASES else "releases"
+
+
+def _theirs(facts: Mapping[str, Any], header: RunHeader) -> RunHeader:
+    """The header of the run that the checkpoint comes from."""
+    stopping = facts.get("stopping", "none")  # an older checkpoint does not say
+    own = {name: facts[name] for name in ("strategy", "steps", "plan")} | {"stopping": stopping}
+    return header_of(header.to_dict() | own)
+
+
+def _check_declared(theirs: RunHeader, header: RunHeader, releases: Sequence[Release]) -> None:
     from gradveil.accounting._events import covers
 
-    stopping = facts.get("stopping", "none")  # an older checkpoint does not say
-    theirs = replace(header, strategy=facts["strategy"], steps=facts["steps"], plan=facts["plan"], stopping=stopping)
     if not covers(header, theirs, releases):
         raise LedgerError(
             f"the checkpoint's run declared {_declared(theirs)} and released {len(releases)} of its steps. It may have "
@@ -143,18 +164,27 @@ def _checksum(spent: Mapping[str, Any]) -> str:
 
 def _releases(spent: Mapping[str, Any], groups: int) -> list[Release]:
     count, columns = spent["releases"], spent["columns"]
+    _check_lengths([length for _, length in columns["step"]], count)
     table: dict[str, list[Any]] = {"step": [first + i for first, length in columns["step"] for i in range(length)]}
     for field in _FIELDS:
         column = columns[field]
         if "as" in column:
             table[field] = table[column["as"]]
             continue
+        if "each" not in column:
+            _check_lengths([times for _, times in column["runs"]], count)
         values = column["each"] if "each" in column else [v for v, times in column["runs"] for _ in range(times)]
         table[field] = [_unpacked(v, groups) for v in values] if field in _PER_GROUP else values
     if any(len(values) != count for values in table.values()):
         raise ValueError("columns of different lengths")
     rows = zip(*table.values(), strict=True)
-    return [Release.from_dict(dict(zip(table, row, strict=True))) for row in rows]
+    return [release_of(dict(zip(table, row, strict=True))) for row in rows]
+
+
+def _check_lengths(lengths: Sequence[Any], count: int) -> None:
+    """Before anything is made of them: a damaged length could ask for all memory."""
+    if not all(type(length) is int and length > 0 for length in lengths) or sum(lengths) != count:
+        raise ValueError("a column has another length than there are releases")
 
 
 def _ranges(steps: Sequence[int]) -> list[list[int]]:

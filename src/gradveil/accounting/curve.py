@@ -19,9 +19,10 @@ from gradveil.accounting._compose import (
     usable_accountant,
     why_no_bound,
 )
-from gradveil.accounting._events import Unbounded, release_charges, taken_charges
+from gradveil.accounting._events import Unbounded, is_charged, taken_charges
 from gradveil.accounting._quantize import cell_index
 from gradveil.accounting._rdp import tight_epsilons
+from gradveil.accounting._release_table import kinds
 from gradveil.accounting.planned import Setting
 from gradveil.errors import ConfigError
 from gradveil.mechanism.records import Release, RunHeader
@@ -145,7 +146,8 @@ def proved_curve(
 
     def charged() -> tuple[Sequence[Charge], Sequence[int]]:
         # A release that holds nothing is a step, but no charge.
-        ends = np.cumsum([len(release_charges(header, [release])) for release in releases])
+        each = [(is_charged(release), count) for release, count in kinds(releases)]
+        ends = np.cumsum(np.repeat([charged for charged, _ in each], [count for _, count in each]))
         return taken_charges(header, releases), ends.tolist()
 
     return _curve(charged, len(releases), at=at, delta=delta, neighbours=neighbours, accountant=accountant)

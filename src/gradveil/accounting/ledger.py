@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from gradveil.accounting import _spent
 from gradveil.accounting._ledger_file import LedgerFile
-from gradveil.accounting._ledger_lines import GENESIS, NOTES, Contents, body_text, line, read, recovered_release
+from gradveil.accounting._ledger_lines import GENESIS, NOTES, Contents, Wording, body_text, read, recovered_release
 from gradveil.accounting._run_lock import Hold
 from gradveil.errors import LedgerError, PrivacyViolation, RunDirectoryError, UnknownNameError
 from gradveil.mechanism.records import Release, RunHeader
@@ -112,7 +112,8 @@ class Ledger:
         self._file = self._hold = None
         self._synced, self._last_sync = state.size, time.monotonic()
         self._entries: list[_Entry] = []  # in memory only: put into words when the head is asked for
-        self._worded = (0, state.head)  # how many of them are, and the head after those
+        last = self._releases[-1] if self._releases else None
+        self._worded = (0, state.head, last)  # how many of them are; the head after those, and the last release
         promised = sum(body.get("releases", 0) for kind, body in notes if kind == "spent")
         self._owed = max(0, promised - len(releases))  # of an import that a kill cut short
         self._pid = os.getpid()
@@ -188,12 +189,14 @@ class Ledger:
         self._settle()
         if self.path is not None:
             return self._state.head
-        done, head = self._worded
-        first = self._state.length - len(self._entries) + 1
-        for number, (kind, body) in enumerate(self._entries[done:], start=first + done):
-            _, head = line(number, kind, body_text(body), head)
-        self._worded = (len(self._entries), head)
-        return head
+        done, head, last = self._worded
+        length = self._state.length - len(self._entries) + done
+        wording = Wording(self.header, length=length, head=head, last=last)
+        for kind, body in self._entries[done:]:
+            wording.line(kind, body)
+            last = body if isinstance(body, Release) else last
+        self._worded = (len(self._entries), wording.head, last)
+        return wording.head
 
     def holds(self, length: int, head: str) -> bool:
         """Whether line ``length`` of this ledger has the hash ``head``: a checkpoint that pins it belongs to it."""
@@ -241,8 +244,9 @@ class Ledger:
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
         """Write a note, as a release is written.
 
-        Kinds: "check" (evidence of an independence check), "public" (a pass over data declared public), "spent" (what
-        a checkpoint brought along; written by :meth:`import_spent`), "settings" and "file" (manifest.py).
+        Kinds: "check" (evidence of an independence check), "public" (a pass over data declared public), "environment"
+        (what a run goes on under), "spent" (what a checkpoint brought along; written by :meth:`import_spent`),
+        "settings" and "file" (manifest.py).
         """
         if kind not in NOTES:
             raise UnknownNameError("kind of note", kind, NOTES)
@@ -333,12 +337,10 @@ class Ledger:
 
     def _worded_change(self, entries: Sequence[_Entry], *puts: _Put, ends: bool = False) -> _Change:
         before = self._state
-        head, lines = before.head, []
-        for number, (kind, body) in enumerate(entries, start=before.length + 1):
-            text, head = line(number, kind, body_text(body), head)
-            lines.append(text)
-        data = "".join(lines).encode()
-        after = _State(before.length + len(entries), head, before.size + len(data), not ends)
+        last = self._releases[-1] if self._releases else None
+        wording = Wording(self.header, length=before.length, head=before.head, last=last)
+        data = "".join([wording.line(kind, body) for kind, body in entries]).encode()
+        after = _State(before.length + len(entries), wording.head, before.size + len(data), not ends)
         return _Change(data, before, after, puts)
 
     def _finish(self, change: _Change) -> None:

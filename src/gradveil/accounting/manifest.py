@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from gradveil._files import read_object
 from gradveil.accounting._ledger_file import LedgerFile
 from gradveil.accounting._ledger_lines import Contents, body_text, line, read
 from gradveil.accounting._run_lock import Hold, writer
+from gradveil.accounting.files import read_object
 from gradveil.accounting.ledger import FILE_NAME, Ledger
 from gradveil.errors import DataError, LedgerError
 

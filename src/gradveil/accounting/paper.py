@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from gradveil.accounting._checks import check_delta, check_noise, check_rate
 from gradveil.accounting._rdp import CLASSIC_ORDERS, classic_epsilons, rdp_poisson
+from gradveil.accounting._release_table import sigmas_of
 from gradveil.errors import UnknownNameError
 from gradveil.mechanism.records import Release, RunHeader
 
@@ -179,4 +180,4 @@ def from_releases(
 ) -> dict[str, PaperEpsilon]:
     """The published figures of a run: sigma_t as released, whatever the strategy, at the declared rate."""
     delta = header.delta if delta is None else delta
-    return paper_epsilons([release.sigma for release in releases], header.sample_rate, delta)
+    return paper_epsilons(sigmas_of(releases), header.sample_rate, delta)

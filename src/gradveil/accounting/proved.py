@@ -27,6 +27,7 @@ from gradveil.accounting._compose import (
     why_no_bound,
 )
 from gradveil.accounting._events import Charged, Unbounded, budget_of, remaining_steps, run_charges, taken_charges
+from gradveil.accounting._release_table import kinds
 from gradveil.accounting.filter import NAME as FILTER
 from gradveil.accounting.filter import filtered
 from gradveil.accounting.finite_precision import is_covered
@@ -132,7 +133,7 @@ def _stopping_note(
 def _run_assumptions(
     header: RunHeader, releases: Sequence[Release], neighbours: Neighbours, stopping: str | None
 ) -> tuple[str, ...]:
-    samplers = {header.sampling, *(r.sampler for r in releases)}
+    samplers = {header.sampling, *(r.sampler for r, _ in kinds(releases))}
     notes = list(
         assumptions(
             samplers=samplers,
@@ -148,7 +149,7 @@ def _run_assumptions(
         notes.append(_SEEDED)
     if stopping is not None:
         notes.append(stopping)
-    if any(r.scale_is_public and r.sensitivity_rule.startswith(("l2max", "l2-max")) for r in releases):
+    if any(r.scale_is_public and r.sensitivity_rule.startswith(("l2max", "l2-max")) for r, _ in kinds(releases)):
         notes.append(_RECORDED_S)
     return tuple(notes)
 
@@ -206,7 +207,7 @@ def proved_epsilon(
     if charge not in ("declared", "taken"):
         raise UnknownNameError("charge", charge, ["declared", "taken"])
     delta = check_delta(header.delta if delta is None else delta)
-    sampler = " + ".join(sorted({r.sampler for r in releases})) or header.sampling
+    sampler = " + ".join(sorted({r.sampler for r, _ in kinds(releases)})) or header.sampling
     charged = Charged(taken=[], remaining=[])
     if charge == "declared" and header.plan.get(FILTER) is not None:
         return _filtered(header, releases, delta=delta, neighbours=neighbours, sampler=sampler)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gradveil.accounting._compose import Neighbours, default_view
+from gradveil.accounting._release_table import kinds, sigmas_of
 from gradveil.accounting._rounding import at_least, at_most, percent_at_most
 from gradveil.accounting.evidence import checks_of
 from gradveil.accounting.finite_precision import extra_delta, is_covered
@@ -40,7 +43,7 @@ _NOT_COVERED = (
 )
 _FLOATING = (
     "floating point: the noise is drawn in finite precision, so it is only approximately Gaussian (noise='lattice' "
-    "covers it, on the CPU)"
+    "covers it)"
 )
 _LATTICE = (
     "covered: released values lie on a public lattice, their noise was drawn on it, and its scale allows for the "
@@ -225,7 +228,7 @@ class Statement:
     def meaning(self) -> str:
         success = self.membership_success
         if success is None:
-            return "no limit is proved to what can be learned about one example."
+            return "there is no proved limit on what can be learned about one example."
         question = "whether one example was used" if self.proved.neighbours == "add-remove" else "which of two was used"
         limit = percent_at_most(success)
         if limit is None:
@@ -346,7 +349,8 @@ class Statement:
 
 def is_noised(header: RunHeader, releases: Sequence[Release]) -> bool:
     """Whether the published formulas have anything to work on: noise at every step."""
-    return header.guarantee != "none" and all(r.sigma > 0 and math.isfinite(r.sigma) for r in releases)
+    sigmas = np.asarray(sigmas_of(releases), dtype=float)
+    return header.guarantee != "none" and bool(np.all(np.isfinite(sigmas) & (sigmas > 0)))
 
 
 def statement(
@@ -375,7 +379,7 @@ def statement(
     return Statement(
         header=header,
         steps_taken=len(releases),
-        steps_recovered=sum(r.recovered for r in releases),
+        steps_recovered=sum(r.recovered * count for r, count in kinds(releases)),
         proved=proved,
         proved_other=proved_epsilon(header, releases, delta=delta, neighbours=other_neighbours, accountant=accountant),
         paper=from_releases(header, releases, delta=delta) if is_noised(header, releases) else {},

@@ -21,7 +21,8 @@ from gradveil.attacks.methods.prior import Prior
 from gradveil.attacks.observation.multi_step import observe_steps
 from gradveil.attacks.observation.observe import starting_rule
 from gradveil.attacks.observation.views import VIEWS, GroundTruth, Public, StepObservation
-from gradveil.attacks.scoring.evaluate import controls, guessing_chance, score
+from gradveil.attacks.scoring.evaluate import controls, score
+from gradveil.attacks.scoring.guessing import guessing_chance
 from gradveil.attacks.scoring.oracle import Oracle, oracle
 from gradveil.attacks.scoring.scores import Score
 from gradveil.attacks.seeds import start_of
@@ -102,7 +103,7 @@ class AttackResult:
     reconstruction: Reconstruction
     secret: GroundTruth
     controls: dict[str, Score]
-    kappa: float  # how often guessing succeeds: estimated, with the best of some training examples as the guess
+    kappa: float  # how often guessing succeeds at most: a confidence limit, see scoring/guessing.py
     labels_guessed: float  # the share of labels that guessing finds: as often as they are among other examples
     bound: float | None  # on any attack's success at this step, if guessing succeeds so often; None: there is none
     seconds: float
@@ -120,6 +121,7 @@ class AttackResult:
             "guess_succeeds": self.kappa,
             "labels_guessed": self.labels_guessed,
             "success_bound": self.bound,
+            "success_interval": {"at_least": float(self.score.success.double().mean()), "at_most": self.bound},
             "iterations": len(self.reconstruction.losses),
             "seconds": round(self.seconds, 3),
         }
@@ -203,10 +205,10 @@ def run(
     start = start_of(seen, "half", torch.Generator().manual_seed(trial.seed))
     guesses = controls(secret, mean_image=mean_image, others=others, seed=start, generator=generator)
     if isinstance(attack, Prior):
-        kappa = guessing_chance(near, near, mean_image)
+        kappa = guessing_chance(near, y[: len(near)], mean_image, exact=True)
     else:
-        half = min(_CANDIDATES, len(others) // 2)
-        kappa = guessing_chance(others[:half], others[half : 2 * half], mean_image)
+        few = slice(count, count + 2 * _CANDIDATES)
+        kappa = guessing_chance(x[few], y[few], mean_image, batch=trial.batch)
     expected = expected_counts(seen)
     labels = torch.arange(data.classes, device=device).repeat_interleave(expected).expand_as(secret.y)
     return AttackResult(

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a gate failed or a signature is missing, 2 bad input, 3 bu
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
 from importlib import import_module
@@ -15,7 +16,9 @@ from gradveil import __version__
 from gradveil.errors import GradveilError
 
 _COMMANDS = {
+    "init": "Write a private training script for your CSV file or folder of images.",
     "train": "Train a model with differential privacy; record every release.",
+    "tune": "Search for settings, with the selection charged.",
     "demo": "Train digits five ways, attack each, and write a report (a few minutes).",
     "attack": "Reconstruct training examples from gradients, and score the result.",
     "audit": "Measure a lower bound on epsilon and compare it with the proved one.",
@@ -48,6 +51,15 @@ class _Lazy(click.Group):
             return None
         command: click.Command = import_module(f"gradveil.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            near = difflib.get_close_matches(args[0], _COMMANDS, n=2, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(near)}?" if near else " gradveil --help lists the commands."
+            raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -91,5 +103,6 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(0)
     except OSError as error:
-        click.echo(f"gradveil: {error.filename or ''}: {error.strerror or error}", err=True)
+        where = "" if error.filename is None else f"{error.filename}: "
+        click.echo(f"gradveil: {where}{error.strerror or error}", err=True)
         sys.exit(2)

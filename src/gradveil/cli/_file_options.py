@@ -126,7 +126,7 @@ def files_from(ctx: click.Context) -> Files:
     """The command line, checked: what was given must belong together."""
     chosen, params = given(ctx), ctx.params
     if "model" not in chosen:
-        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} is of your own model: give --model package:function.")
+        raise ConfigError(f"{flags(ctx, chosen & FILE_OPTIONS)} needs --model package:function.")
     if (params["table"] is None) != (params["label"] is None):
         raise ConfigError("--table and --label go together: public rows, and which of their columns is the class.")
     if params["input_shape"] is None and params["table"] is None:
@@ -139,12 +139,15 @@ def files_from(ctx: click.Context) -> Files:
     _check_local(ctx, chosen)
     captured = params["captured"] is not None
     refused = [
-        (_ELSEWHERE, "goes with a data set or run, not with --model"),
-        (_RECORDED if captured else {"step", "joint"}, "is said by the record" if captured else "is of --captured"),
+        (_ELSEWHERE, "applies to a data set or run, not to --model"),
+        (
+            _RECORDED if captured else {"step", "joint"},
+            "is part of the recording" if captured else "applies to --captured only",
+        ),
     ]
     for names, why in refused:
         if chosen & names:
-            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: leave it out.")
+            raise ConfigError(f"{flags(ctx, chosen & names)} {why}: remove it.")
     same = ("clip", "sigma", "sensitivity", "view", "batch", "clipping")
     defence = {name: params[name] for name in same if name in chosen}
     if "training_batch" in chosen:

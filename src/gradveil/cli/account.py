@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from gradveil.accounting._checks import trusted
+from gradveil.accounting._release_table import sigmas_of
 from gradveil.accounting.ledger import Contents
 from gradveil.cli._output import number, table, upper
 from gradveil.errors import ConfigError, RunDirectoryError
@@ -105,7 +106,7 @@ def command(
             delta=account.delta,
             title=account.title,
         )
-        click.echo(f"gradveil: drew {plot}", err=True)
+        click.echo(f"gradveil: wrote {plot}", err=True)
 
 
 def _of_parameters(flags: dict[str, Any], kappas: Sequence[float]) -> _Account:
@@ -114,7 +115,7 @@ def _of_parameters(flags: dict[str, Any], kappas: Sequence[float]) -> _Account:
     missing = [f"--{n.replace('_', '-')}" for n in ("sigma", "sample_rate", "steps") if n not in flags]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} left out: an epsilon needs the noise, the sampling rate and the number of steps. "
+            f"{', '.join(missing)} missing: an epsilon needs the noise, the sampling rate and the number of steps. "
             "Give them, or name a run directory: gradveil account RUN."
         )
     sigma, steps, delta, decay = flags["sigma"], flags["steps"], flags.get("delta", 1e-5), flags.get("decay")
@@ -126,7 +127,7 @@ def _of_parameters(flags: dict[str, Any], kappas: Sequence[float]) -> _Account:
     setting = accounting.Setting(**{n: flags[n] for n in names if n in flags})
     noise = f"sigma = {sigma:g}" if decay is None else f"sigma = {sigma:g} to {end:g}, {decay}"
     layers = f", {setting.layers} layers" if setting.layers > 1 else ""
-    layers += f", counts noised by {setting.count_noise:g}" if setting.count_noise is not None else ""
+    layers += f", noise on counts {setting.count_noise:g}" if setting.count_noise is not None else ""
     return _Account(
         title=f"{noise}, q = {setting.sample_rate:g}, T = {steps}, {setting.sampling}{layers}",
         delta=delta,
@@ -156,7 +157,7 @@ def _of_run(run: Path, flags: dict[str, Any], kappas: Sequence[float]) -> _Accou
     delta = flags.get("delta", header.delta)
 
     def compute() -> _Account:
-        sigmas = [r.sigma for r in releases]
+        sigmas = sigmas_of(releases)
         noised = accounting.is_noised(header, releases)
         proved = accounting.all_views(lambda **v: accounting.proved_epsilon(header, releases, delta=delta, **v))
         charged = max(view.steps_charged for views in proved.values() for view in views.values())
@@ -225,9 +226,9 @@ def _print(account: _Account) -> None:
         )
     else:
         click.echo(f"As published: nothing, because {account.no_paper}.\n")
-    click.echo("Reconstruction: no attack succeeds more often than this, whatever it knows besides")
+    click.echo("Reconstruction: no attack succeeds more often than this, whatever else it knows")
     table(
-        ["prior success", "one step, known to be in it", "whole run"],
+        ["prior success", "one step, known member", "whole run"],
         [[number(b.kappa), *(_gamma(g) for g in (b.one_step, b.whole_run))] for b in account.bounds],
     )
     for reason in dict.fromkeys(b.reason for b in account.bounds if b.reason is not None):

@@ -12,7 +12,7 @@ import click
 
 from gradveil.cli._attack_files import attack_files
 from gradveil.cli._file_options import FILE_OPTIONS, file_options, files_from
-from gradveil.cli._options import given
+from gradveil.cli._options import attack_names, completing, dataset_names, given, strategy_names
 from gradveil.cli._output import table, upper
 from gradveil.errors import ConfigError
 from gradveil.reports.facts import ATTACKS, RESULT
@@ -23,11 +23,20 @@ if TYPE_CHECKING:
 
 @click.command("attack")
 @click.argument("run_dir", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--dataset", help="Data set of the victims.  [default: digits, or the run's]")
-@click.option("--strategy", help="Strategy that releases the gradients.  [default: non-private, or the run's]")
+@click.option(
+    "--dataset",
+    shell_complete=completing(dataset_names),
+    help="Data set of the victims.  [default: digits, or the run's]",
+)
+@click.option(
+    "--strategy",
+    shell_complete=completing(strategy_names),
+    help="Strategy that releases the gradients.  [default: non-private, or the run's]",
+)
 @click.option("--compare", help="Comma-separated strategies, attacked with the same effort.")
 @click.option(
     "--attack",
+    shell_complete=completing(attack_names),
     default="cpl",
     show_default=True,
     help="cpl, dlg, idlg, inverting, map, analytic or prior; text for a --model that takes token ids.",
@@ -178,13 +187,16 @@ def _table(outcomes: list[AttackResult], dataset: str) -> None:
         row = table_rows([(outcome.trial.strategy, outcome.score)])[0]
         rows.append([*row, bound, f"{outcome.seconds:.1f}"])
     guesses = table_rows(list(outcomes[0].controls.items()))
-    rows += [[f"(guess) {row[0]}", *row[1:5], "-", "-", "-"] for row in guesses]
+    rows += [[f"(guess) {row[0]}", *row[1:-1], "-", "-", "-"] for row in guesses]
     first = outcomes[0].trial
+    headings = ["success at least" if h == "success" else h for h in outcomes[0].score.headings]
     table(
-        ["", *outcomes[0].score.headings, "success at most", "s"],
+        ["", *headings, "at most", "s"],
         rows,
         title=f"{first.attack} on {dataset}, {first.victims} victims of {first.batch}, seen: {first.view}",
-        note=f"success: {outcomes[0].score.success_means}. success at most: a proved limit for "
-        "every attack that sees what is seen here and knows that the example took part, given how often guessing "
-        "succeeds (estimated from the training set); no bound without noise, or where it follows the data (l2-max).",
+        note=f"success: {outcomes[0].score.success_means}. at least: this attack's share; a better attack may do more. "
+        "at most: a proved limit for every attack with this observation that knows the example took part, given how "
+        f"often guessing succeeds (at most {outcomes[0].kappa:.3g}: the upper 95 % limit for the best guess found); no "
+        "limit without noise, or if the noise depends on the data (l2-max). found again: the right one is the nearest "
+        "among 1 000 training examples.",
     )

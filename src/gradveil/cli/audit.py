@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gradveil.cli._options import completing, given, strategy_names
 from gradveil.cli._options import flags as shown
-from gradveil.cli._options import given
 from gradveil.cli._output import lower, number, table, upper
 from gradveil.cli.train import _options as strategy_options
 from gradveil.errors import ConfigError
@@ -36,7 +36,7 @@ _OF_A_RUN = {
 
 @click.command("audit")
 @click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-@click.option("--strategy", help="Strategy (see: gradveil strategies).")
+@click.option("--strategy", shell_complete=completing(strategy_names), help="Strategy (see: gradveil strategies).")
 @click.option("--clip", type=float, help="Initial clip bound C.  [default: 4]")
 @click.option("--sigma", type=float, help="Initial noise scale.  [default: 6]")
 @click.option("--delta", type=float, help="[default: 1e-5]")
@@ -131,7 +131,7 @@ def _subject(run: Path | None, rest: dict[str, Any]) -> tuple[str, Callable[...,
         if rest["data_factory"] is not None:
             raise ConfigError("--data makes the data of a RUN of your own model: give the run too.")
         if "strategy" not in told:
-            raise ConfigError("nothing is named to audit. Give --strategy, or the directory of a run.")
+            raise ConfigError("nothing to audit. Give --strategy or a run directory.")
         strategies.get(told["strategy"])
         config = RunConfig.check(told)
     else:

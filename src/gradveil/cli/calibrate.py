@@ -25,7 +25,9 @@ _VIEW_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 @click.option(
     "--like-sigma", type=float, help="Alternative target: what this constant sigma spends over the same steps."
 )
-@click.option("--sample-rate", type=float, required=True, help="Expected batch size / number of examples.")
+@click.option("--sample-rate", type=float, help="Expected batch size / number of examples.")
+@click.option("--batch-size", type=int, help="With --data-size, instead of --sample-rate: expected batch size.")
+@click.option("--data-size", type=int, help="With --batch-size: number of examples.")
 @click.option("--steps", type=int, help="Training steps T. Omit to find them.")
 @click.option("--sigma", type=float, help="Noise scale at the first step. Omit to find it.")
 @click.option("--delta", type=float, default=1e-5, show_default=True)
@@ -56,6 +58,7 @@ def command(plot: Path | None, details: bool, as_json: bool, **given: Any) -> No
 
     if plot is not None:
         _plots.check_file(plot)
+    given |= _sampling(given)
     names = ("sample_rate", "layers", "sampling", "population", "count_noise")
     setting = accounting.Setting(**{n: given[n] for n in names})
     target = _target(given, setting)
@@ -68,7 +71,21 @@ def command(plot: Path | None, details: bool, as_json: bool, **given: Any) -> No
         rates = [r for r in (setting.sample_rate * k for k in _VIEW_RATES) if r <= 1]
         view = accounting.budget_view(target, setting, rates=rates, steps=_VIEW_STEPS)
         _plots.budget_curves(plot, view, found, setting.sample_rate)
-        click.echo(f"gradveil: drew {plot}", err=True)
+        click.echo(f"gradveil: wrote {plot}", err=True)
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """The sample rate, from itself or from the sizes of batch and data; with these, the population too."""
+    rate, batch, data = given["sample_rate"], given.pop("batch_size"), given.pop("data_size")
+    if (rate is None) == (batch is None and data is None) or (batch is None) != (data is None):
+        raise ConfigError("give either --sample-rate, or --batch-size and --data-size.")
+    if rate is not None:
+        return {"sample_rate": rate}
+    if not 1 <= batch <= data:
+        raise ConfigError(f"a batch of {batch} out of {data} examples: give 1 <= --batch-size <= --data-size.")
+    if given["population"] not in (None, data):
+        raise ConfigError(f"--population {given['population']} and --data-size {data} are the same thing: give one.")
+    return {"sample_rate": batch / data, "population": data}
 
 
 def _target(given: dict[str, Any], setting: Setting) -> Target:
@@ -139,4 +156,4 @@ def _print(found: Calibrated, setting: Setting) -> None:
         click.echo(f"            proved, under {found.neighbours}, for {setting.sampling} sampling{layers}")
     else:
         click.echo("            as published, not a guarantee")
-    click.echo(f"noise       sigma / q = {number(found.sigma / setting.sample_rate)} C/N on the mean gradient at first")
+    click.echo(f"noise       on the mean gradient, first step: {number(found.sigma / setting.sample_rate)} x C/N")

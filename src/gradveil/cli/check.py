@@ -64,7 +64,7 @@ def command(
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; a limit that nothing exceeds is none.")
     if not any(value is not None for value in (*asked.values(), signed_by, head)):
-        raise ConfigError("nothing is asked of the run. Give --max-epsilon, --max-attack-psnr or --min-accuracy.")
+        raise ConfigError("no limit was given. Give --max-epsilon, --max-attack-psnr or --min-accuracy.")
     if neighbours is not None and max_epsilon is None:
         raise ConfigError("--neighbours says under which --max-epsilon is meant: give that too.")
     limits = Limits(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
 
 from gradveil.errors import ConfigError
 
@@ -31,10 +35,30 @@ def command(runs: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
         writer = csv.DictWriter(sys.stdout, fieldnames=list(HEADINGS), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    elif Console().width < 120 and (Console().is_terminal or "COLUMNS" in os.environ):
+        _blocks(rows)
     else:
         table(
             list(BRIEF),
             [brief(row) for row in rows],
-            note="eps proved: from the verified ledger, under the neighbours that fit the sampler; infinite if nothing "
-            "is proved. The published figure is not a guarantee. Attack: median PSNR of the best attack.",
+            note=_NOTE,
         )
+
+
+_NOTE = (
+    "eps proved: from the verified ledger, under the neighbours that fit the sampler; infinite if nothing is proved. "
+    "The published figure is not a guarantee. Attack: median PSNR of the best attack."
+)
+
+
+def _blocks(rows: list[dict[str, Any]]) -> None:
+    """For a narrow terminal: each run by itself, one line for each figure."""
+    from gradveil.reports.comparison import BRIEF, brief
+
+    for row in rows:
+        name, *values = brief(row)
+        click.echo(name)
+        for heading, value in zip(BRIEF[1:], values, strict=True):
+            click.echo(f"  {heading:<16}{value}")
+        click.echo()
+    click.echo(textwrap.fill(_NOTE, width=78))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from gradveil.cli._options import completing, export_forms
+
 
 @click.command("export")
 @click.argument("run", type=click.Path(path_type=Path))
@@ -14,6 +16,7 @@ import click
     "form",
     required=True,
     metavar="FORM",
+    shell_complete=completing(export_forms),
     help="registry (OpenDP deployments, YAML), model-card (Hugging Face), cyclonedx (ML-BOM), statement (JSON).",
 )
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="[default: stdout]")

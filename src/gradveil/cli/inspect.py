@@ -80,7 +80,7 @@ def _print(model: str, found: Preflight) -> None:
     anatomy = found.anatomy
     frozen = f", {anatomy.frozen} of them frozen" if anatomy.frozen else ""
     table(
-        ["layer", "kind", "parameters", "clipped by", "gives away"],
+        ["layer", "kind", "parameters", "clipped by", "leaks"],
         [
             [
                 part.name,
@@ -92,15 +92,15 @@ def _print(model: str, found: Preflight) -> None:
             for part in anatomy.parts
         ],
         title=f"{model}: {anatomy.parameters} parameters{frozen}, {anatomy.groups} group(s), one for each layer",
-        note="clipped by: how each example's norm is found; torch.func runs every example by itself. gives away: what "
-        "can be read off one example's gradient without any search.",
+        note="clipped by: how per-example norms are computed; torch.func runs examples one by one. leaks: what can be "
+        "read from the gradient of one example without a search.",
     )
     told = [("tied", ", ".join(same)) for same in anatomy.tied]
     told += [("mixes examples", why) for why in anatomy.mixes]
     told += [("unsupported", why) for why in anatomy.unsupported]
     told += [("slow", why) for why in anatomy.warnings]
     if told:
-        table(["", "to know before private training"], told)
+        table(["", "note before private training"], told)
     if found.tried:
         _print_attacks(found)
     for sentence in found.verdict:
@@ -109,7 +109,7 @@ def _print(model: str, found: Preflight) -> None:
 
 def _print_attacks(found: Preflight) -> None:
     table(
-        ["what is seen", "attack", "reached, median", "success", "at most", "iterations", "s"],
+        ["observation", "attack", "reached, median", "success", "at most", "iterations", "s"],
         [
             [
                 t.seen,

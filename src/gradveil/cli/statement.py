@@ -10,7 +10,7 @@ import click
 from gradveil.accounting._checks import trusted
 from gradveil.cli.account import open_run
 from gradveil.errors import DataError
-from gradveil.reports.facts import AUDIT, read_audit
+from gradveil.reports.facts import AUDIT, read_audit, read_run
 
 
 @click.command("statement")
@@ -29,4 +29,6 @@ def command(run: Path, delta: float | None, as_json: bool) -> None:
     except DataError as error:
         raise DataError(f"{error} It is damaged, or gradveil audit did not write it: audit the run again.") from None
     result = trusted(lambda: statement_of(contents, delta=delta, audited=audited))
+    for problem in read_run(run).contradictions if run.is_dir() else ():
+        click.echo(f"gradveil: note: the run directory is not as its ledger says: {problem}", err=True)
     click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else str(result))

@@ -6,11 +6,13 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gradveil.cli._options import completing, dataset_names, recipe_names, strategy_names
 from gradveil.cli._output import number, upper
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.mechanism import schedules, strategies
@@ -28,20 +30,26 @@ def _option(*names: str, **settings: Any) -> Any:
 
 
 @click.command("train")
-@_option("--recipe", help="Start from a recipe (see: gradveil recipes).")
+@_option("--recipe", shell_complete=completing(recipe_names), help="Start from a recipe (see: gradveil recipes).")
 @_option(
     "--config",
     type=click.Path(path_type=Path),
     help="TOML file of settings. Overrides a recipe; options override both.",
 )
-@_option("--dataset", help="Data set (see: gradveil datasets).  [default: digits]")
+@_option(
+    "--dataset", shell_complete=completing(dataset_names), help="Data set (see: gradveil datasets).  [default: digits]"
+)
 @_option(
     "--features",
     type=click.Choice(["none", "scattering", "balanced-scattering", "centred-scattering"]),
     help="Fixed features as the input of the model.  [default: none]",
 )
 @_option("--model", help="auto, paper-cnn, paper-mlp, linear, scatter-cnn or tempered-cnn.  [default: auto]")
-@_option("--strategy", help="Strategy (see: gradveil strategies).  [default: baseline]")
+@_option(
+    "--strategy",
+    shell_complete=completing(strategy_names),
+    help="Strategy (see: gradveil strategies).  [default: baseline]",
+)
 @_option("--clip", type=float, help="Initial clip bound C.  [default: 4]")
 @_option("--sigma", type=float, help="Initial noise scale.  [default: 6]")
 @_option("--epsilon", type=float, help="Calibrate sigma so that the run spends this proved epsilon.")
@@ -122,11 +130,11 @@ def command(
         from_file = _recipe(recipe) | from_file
     if resume is not None:
         if run_dir is not None:
-            raise ConfigError("--resume names the run directory already; leave --run-dir out.")
+            raise ConfigError("--resume already names the run directory; remove --run-dir.")
         result = _train(lambda tell, _: _resume(resume, from_file | given, seed, new_noise, tell), None)
     else:
         if new_noise:
-            raise ConfigError("--new-noise goes with --resume: a new run without --seed has fresh noise anyway.")
+            raise ConfigError("--new-noise needs --resume: a new run without --seed always has fresh noise.")
         settings = RunConfig.check(from_file | given)
         _check_names(settings)
         where = run_dir or Path("runs") / f"{settings.dataset}-{settings.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -161,6 +169,16 @@ def _check_names(settings: RunConfig) -> None:
         raise UnknownNameError("data set", settings.dataset, CATALOGUE)
     if settings.sampling not in SAMPLINGS:
         raise UnknownNameError("sampling", settings.sampling, SAMPLINGS)
+    if settings.clipping not in ("per-layer", "flat"):
+        raise UnknownNameError("clipping", settings.clipping, ("per-layer", "flat"))
+    if not 0 < settings.delta < 1:
+        raise ConfigError(f"delta is {settings.delta}: give a number between 0 and 1, well below 1/N.")
+    if settings.batch_size is not None and settings.batch_size < 1:
+        raise ConfigError(f"batch_size is {settings.batch_size}; give at least 1.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again when the run begins
+        stand_in = {"sigma": settings.sigma_end or 1.0} if settings.awaits_sigma else {}
+        strategies.parameters(**settings.plan_settings() | stand_in)
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, float]:

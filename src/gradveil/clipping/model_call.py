@@ -88,7 +88,7 @@ class ModelCall:
         if rows % clipper.views:
             raise ConfigError(
                 f"the model was called with {rows} rows, and views is {clipper.views}: an example has {clipper.views} "
-                "rows, one after the other, so which rows are whose cannot be told. Give all views of every example: "
+                "rows, one after the other, so rows cannot be assigned to examples. Give all views of every example: "
                 "torch.stack(views, dim=1).flatten(0, 1)."
             )
         rehearsed = clipper.is_rehearsing
@@ -273,7 +273,7 @@ def _batched_tensors(args: Any, kwargs: Any) -> list[Tensor]:
     tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:
         raise UnsupportedModelError(
-            "the model was called without a tensor that has a batch dimension, so its examples cannot be told apart. "
+            "the model was called without a tensor that has a batch dimension, so examples cannot be distinguished. "
             "Pass the batch as a tensor with the examples along the first dimension."
         )
     return tensors
@@ -306,7 +306,7 @@ def _check_output(output: Any, current: BackwardPass) -> None:
     elif output.dim() > 0 and len(output) != current.rows:
         raise UnsupportedModelError(
             f"the model turned a batch of {current.rows} examples into an output of shape {tuple(output.shape)}: its "
-            "rows are not the examples, so the loss cannot be told apart by example. Keep the batch dimension."
+            "rows are not the examples, so the loss cannot be attributed to examples. Keep the batch dimension."
         )
 
 

@@ -72,7 +72,7 @@ class NativeLayer:
             self._in_cpp.learn(list(_key(x, g)), program)
 
     def has_no_program(self, x: Tensor, g: Tensor) -> bool:
-        """Whether recording was tried in vain."""
+        """True if recording failed before for these shapes."""
         return _key(x, g) in self._without_program
 
 

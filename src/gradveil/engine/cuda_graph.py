@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.engine.cuda_graph_pieces import Finish, Gathered, Graph, Loss, Part, Piece
 from gradveil.engine.plain import HiddenGradients
 from gradveil.errors import ConfigError
@@ -74,6 +75,11 @@ class CapturedStep:
             raise ConfigError("a model that fully_shard has cut over processes is not captured: train eagerly.")
         if engine.ranks.several and not engine.plan.strategy.is_private:
             raise ConfigError("plain training over several processes is not captured: train eagerly.")
+        if is_covered(engine.header):
+            raise ConfigError(
+                "noise='lattice' is drawn on the CPU, which a CUDA graph cannot do. Train eagerly (backward() and "
+                "optimizer.step()), or take noise='float'."
+            )
         self.engine, self.loss = engine, _per_example(loss)
         self.device = next(iter(engine.parameters.values())).device
         if self.device.type != _ON:

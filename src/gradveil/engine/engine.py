@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gradveil.accounting.ledger import Durability, Ledger
+from gradveil.accounting.ledger import Durability
 from gradveil.clipping import Clipper, Clipping, Group, make_groups
 from gradveil.clipping.clipped_functions import ModelHook, TrackedForward
 from gradveil.clipping.validation.spot_checks import tensors_held_by
@@ -31,26 +30,25 @@ from gradveil.engine.layout import Layout
 from gradveil.engine.loop import Loop
 from gradveil.engine.plain import PlainStep
 from gradveil.engine.release_log import ReleaseLog
+from gradveil.engine.run_view import RunView
 from gradveil.engine.settings import Settings, plain_number
 from gradveil.engine.step import PrivateStep
 from gradveil.errors import ConfigError, PrivacyViolation
 from gradveil.mechanism.distributed import prepare
 from gradveil.mechanism.distributed import ranks as processes
 from gradveil.mechanism.noise.streams import SecretKey
-from gradveil.mechanism.records import Release, RunHeader
 from gradveil.mechanism.sampling import PrivateLoader, Sampling, check_no_repeats, source_of
 from gradveil.mechanism.schedules import Schedule
 from gradveil.mechanism.strategies import PrivacyPlan, Strategy
 
 if TYPE_CHECKING:
-    from gradveil.accounting import Statement
     from gradveil.engine.record_gradients import Recorder
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-class PrivacyEngine:
+class PrivacyEngine(RunView):
     """Trains a model with differential privacy: clips, records and adds noise inside ``backward()``.
 
     Guarantee: after :meth:`make_private`, ``.grad`` only ever holds released gradients. Each is clipped per example,
@@ -86,7 +84,7 @@ class PrivacyEngine:
             them the weights are kept at the end, and ``gradveil attack RUN`` and ``audit RUN`` can rebuild the run.
         about: Texts about the run, shown in the report: purpose, data, unit, tuning, sign_off.
         durability: "write": a killed process has spent what its ledger says; "fsync": a power cut, too.
-        noise: "lattice": private in floating point, too, on the CPU (docs/noise.md); "float": in half the time, not
+        noise: "lattice": private in floating point too (docs/noise.md); "float": in half the time, not
             proved down to the last bit; "auto": "lattice" where it costs at most 3 % of a step (batches from 500).
         seed: Makes the run reproducible. Anyone who knows it can subtract the noise.
 
@@ -349,61 +347,7 @@ class PrivacyEngine:
         self._recorder = Recorder(self, path, steps=steps, view=view)
         return self._recorder
 
-    # ---- what is known of the run
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The strategy with its numbers: what is public of every step."""
-        if self._plan is None:
-            raise ConfigError("the plan of this run follows from its data loader: call make_private first.")
-        return self._plan
-
-    @property
-    def delta(self) -> float:
-        return self.settings.delta
-
-    @property
-    def step(self) -> int:
-        """How many steps the run has taken."""
-        return self._plain_steps if self._private is None else self._private.index
-
-    @property
-    def is_set_up(self) -> bool:
-        """Whether make_private was called."""
-        return self._release_log is not None
-
-    @property
-    def _log(self) -> ReleaseLog:
-        if self._release_log is None:
-            raise ConfigError("the engine has no run yet: call make_private first.")
-        return self._release_log
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._log.ledger
-
-    @property
-    def header(self) -> RunHeader:
-        return self.ledger.header
-
-    @property
-    def releases(self) -> tuple[Release, ...]:
-        """Every release so far, those of an earlier process of the same run included."""
-        return tuple(self.ledger.releases)
-
-    @property
-    def epsilon(self) -> float:
-        """The proved epsilon of the run at :attr:`delta`, as the statement has it; infinite where nothing is proved.
-
-        All declared steps are charged from the first release on, unless ``stopping="public"``: a loop that sees what
-        was released may stop because of it.
-        """
-        return 0.0 if self._release_log is None else self.statement().proved.epsilon
-
-    @property
-    def non_finite_examples(self) -> int:
-        """How many examples had a gradient that is not finite and counted as zero, over all steps."""
-        return 0 if self._private is None else self._private.not_finite.read(self.step)
+    # ---- going on, and the end
 
     def __reduce__(self) -> str:
         raise PrivacyViolation(
@@ -412,31 +356,6 @@ class PrivacyEngine:
             "has spent. To save a run, keep engine.state_dict(), which another engine loads. For a second run make a "
             "second PrivacyEngine; copy.deepcopy(model) gives the plain model."
         )
-
-    def __repr__(self) -> str:
-        chosen = self.settings.strategy
-        name = chosen if isinstance(chosen, str) else chosen.name
-        if self._release_log is None:
-            return f"PrivacyEngine({name}, not set up)"
-        return f"PrivacyEngine({name}, step {self.step} of {self.plan.steps}, delta={self.delta:g})"
-
-    def _repr_html_(self) -> str:
-        text = str(self.statement()) if self._release_log is not None else repr(self)
-        return f"<pre>{escape(text)}</pre>"
-
-    def commit(self) -> None:
-        """Sync the ledger to disk; called automatically before checkpoints and statements."""
-        if self._release_log is not None:
-            self.ledger.commit()
-
-    def statement(self) -> Statement:
-        """The privacy statement: what is proved, what is only as published, what is not covered. Print it."""
-        from gradveil.accounting import statement
-        from gradveil.accounting.evidence import checks_of
-
-        self.commit()
-        releases = self.releases
-        return statement(self.header, releases, checks=checks_of(self.ledger.notes, batches=len(releases)))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: the step, the state of adaptive bounds, and what was spent.

@@ -64,12 +64,13 @@ def _on_lattice(engine: PrivacyEngine) -> bool:
     A parameter takes at least 6 operations for each example of a batch, and its noise on a lattice about a nanosecond
     more than in floating point: less than 3 % of a step from some hundred examples on.
     """
-    chosen, on_cpu = engine.settings.noise, all(p.device.type == "cpu" for p in engine.parameters.values())
-    if chosen == "lattice" and not on_cpu:
+    chosen, devices = engine.settings.noise, {p.device.type for p in engine.parameters.values()}
+    if chosen == "lattice" and not devices <= {"cpu", "cuda"}:
         raise ConfigError(
-            "noise='lattice' is for models on the CPU, and this one has parameters on another device, where noise is "
-            "drawn in floating point. Train on the CPU, or take noise='auto'."
+            f"noise='lattice' needs float64, and this model is on {', '.join(sorted(devices))}. Train on the CPU or on "
+            "CUDA, or take noise='auto'."
         )
+    on_cpu = devices == {"cpu"}
     return chosen == "lattice" or (chosen == "auto" and on_cpu and engine.sampling.batch_size >= LATTICE_FROM)
 
 

@@ -6,6 +6,7 @@ budget), and what it must be where a step is taken again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from torch import Tensor
 from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.ledger import Durability, Ledger
 from gradveil.engine.guards import AwaitedRelease, BudgetGuard, RepeatGuard
-from gradveil.errors import RunDirectoryError
+from gradveil.errors import GradveilError, RunDirectoryError
 from gradveil.mechanism.distributed.ranks import Ranks
 from gradveil.mechanism.records import Release, RunHeader
 
@@ -124,7 +125,9 @@ def _add_digest(ledger: Ledger, awaited: list[AwaitedRelease]) -> None:
 
 def _write_the_rest(ledger: Ledger, awaited: list[AwaitedRelease], process: int) -> None:
     """For an engine that was collected, or left in the middle of a loop."""
-    if os.getpid() == process and ledger.path is not None and ledger.path.exists():
+    if os.getpid() != process or ledger.path is None or not ledger.path.exists():
+        return
+    with contextlib.suppress(GradveilError, OSError):  # said before, when a release was refused; nothing follows it
         _add_digest(ledger, awaited)
         ledger.commit()
 

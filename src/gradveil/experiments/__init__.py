@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 # name -> what it shows, as listed; each is in the file of its name
 NAMES = {
-    "leakage": "what the first step's gradients give away, by strategy: table and reconstructions",
+    "leakage": "what the gradients of the first step leak, by strategy: table and reconstructions",
     "attack-frames": "reconstructions over the attack's iterations",
-    "fixed-parameters": "what C = 1, sigma = 1 and C = 4, sigma = 6 give away",
+    "fixed-parameters": "what leaks at C = 1, sigma = 1 and at C = 4, sigma = 6",
     "sensitivity": "accuracy of baseline, decaying clip bound and l2-max by clip bound, sigma = 6",
     "accounting": "five accountants on the same runs, and their accuracy",
     "target-accuracy": "privacy spent to the baseline's accuracy, fixed sigma",
@@ -22,13 +22,13 @@ NAMES = {
     "last-scenario": "privacy spent to the accuracy of l2-max",
     "noise-decay": "accuracy at a published epsilon with sigma decaying by three policies",
     "noise-decay-target": "privacy spent by dyn-s-sigma to the baseline's accuracy",
-    "noise-variance": "the noise S sigma over the steps of a run",
+    "noise-variance": "the noise S x sigma over the steps of a run",
     "time": "seconds per step of plain and private training",
-    "adaptive-clipping": "accuracy and cost beside quantile clipping and AdaClip",
+    "adaptive-clipping": "accuracy and cost, compared with quantile clipping and AdaClip",
     "equal-epsilon": "ours: accuracy at equal proved epsilon, every proved strategy",
-    "proved-accuracy": "ours: accuracy of the recipes at a proved epsilon, beside the paper's best",
-    "starting-bounds": "ours: dyn-private from three clip bounds, beside the baseline at each",
-    "triangle": "ours: accuracy, proved epsilon and what the attack gets, one row per strategy",
+    "proved-accuracy": "ours: accuracy of the recipes at a proved epsilon, compared with the paper's best",
+    "starting-bounds": "ours: dyn-private from three clip bounds, compared with the baseline at each",
+    "triangle": "ours: accuracy, proved epsilon and attack result, one row per strategy",
 }
 
 

@@ -128,7 +128,9 @@ class SignalRule(AdaptiveRule):
 
     Until a signal is found (five standard deviations of its estimate), its share counts as 1 and the bound is the
     ceiling.
-    Training stops where a signal that was there is below ``gone`` of them: by default, where its average is negative.
+    Training stops where a signal that was there is below ``gone`` of them. By default that is far below zero, where it
+    does not get by chance: steps whose signal does not show by itself still add up, and what is left of the budget when
+    training stops is lost. 0 stops where nothing is seen.
     """
 
     smoothing: float = 0.95
@@ -136,7 +138,7 @@ class SignalRule(AdaptiveRule):
     clip_power: float = 0.25
     clip_floor: float = 0.5
     clip_end: float = 0.7
-    gone: float = 0.0
+    gone: float = -3.0
 
     def after(self, seen: ReleasedStep, memory: tuple[float, ...], public: PublicSettings) -> Choice:
         mean, weight, peak, spread = memory or (0.0, 0.0, 0.0, 0.0)

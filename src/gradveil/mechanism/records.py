@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of ledgers: 1 wrote every release in full
 
 SAMPLINGS = ("poisson", "without-replacement", "with-replacement", "shuffle")
 

@@ -127,7 +127,7 @@ class Releaser:
     ) -> None:
         """``parameters`` in the order of the groups, which is the order in which they get their noise.
 
-        ``on_lattice``: the sums are rounded to a lattice and their noise drawn on it (noise/lattice.py), on the CPU.
+        ``on_lattice``: the sums are rounded to a lattice and their noise drawn on it (noise/lattice.py).
         """
         self.plan, self.rule, self.groups, self.parameters = plan, rule, groups, parameters
         self.sample_rate, self.batch_size, self.ranks = sample_rate, batch_size, ranks
@@ -262,7 +262,8 @@ def _whitened_noise(
             continue
         spread = rule.whitening[name][1]
         if on_lattice:
-            total = noised(grad, noise.lattice_draws(grad.shape), std * spread.double(), divide_by=batch_size)
+            draws = noise.lattice_draws(grad.shape).to(grad.device)
+            total = noised(grad, draws, std * spread.double(), divide_by=batch_size)
         else:
             total = (at_least_float32(grad) + std * (noise.wide_normal_like(grad) * spread)) / batch_size
         shift = rule.shift(name)

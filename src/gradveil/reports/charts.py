@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
+import numpy as np
 from markupsafe import Markup, escape
 
 from gradveil.accounting import default_view, is_noised, paper_curve, proved_curve
+from gradveil.accounting._release_table import kinds, sigmas_of, steps_of
 from gradveil.accounting._rounding import at_most
 from gradveil.reports.facts import RunFacts
 
@@ -230,7 +232,7 @@ def _marked(count: int, style: int) -> list[int]:
 
 # ---- what is drawn of runs
 
-Points = tuple[Sequence[float], Sequence[float]]
+Points = tuple[Sequence[float] | np.ndarray[Any, Any], Sequence[float] | np.ndarray[Any, Any]]
 _NOTHING: Points = ((), ())
 
 
@@ -263,7 +265,7 @@ def must_withhold(run: RunFacts) -> bool:
     The proof takes it that S_t stays secret; so must sigma_t, the fixed noise over S_t, and with it published epsilons.
     """
     releases = run.contents.releases if run.contents is not None else ()
-    return any(release.scale_is_public and release.sensitivity_rule != "clip" for release in releases)
+    return any(release.scale_is_public and release.sensitivity_rule != "clip" for release, _ in kinds(releases))
 
 
 def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
@@ -289,7 +291,7 @@ def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
     against_ma: _Values = lambda run: _against(run.facts, run.spent.published.get("MA", _NOTHING))  # noqa: E731
     utility = (
         _chart(runs, "Test accuracy", share, lambda run: _looks(run.facts, "accuracy")),
-        _chart(runs, "Training loss", "mean loss since the last look", lambda run: _looks(run.facts, "loss")),
+        _chart(runs, "Training loss", "mean loss since the last evaluation", lambda run: _looks(run.facts, "loss")),
         _chart(runs, "Accuracy against proved epsilon", share, against_proved, x="proved epsilon"),
         _chart(runs, "Accuracy against published epsilon", share, against_ma, x="epsilon by MA, not a guarantee"),
     )
@@ -301,8 +303,8 @@ def figures(named: Sequence[tuple[str, RunFacts]]) -> list[Group]:
 
 
 _NOISE_NOTE = (
-    "As recorded in the ledger; of several clipping groups the largest value. C_t is the bound that was enforced, S_t "
-    "what sigma_t was multiplied with."
+    "As recorded in the ledger; the largest value over the clipping groups. C_t is the enforced bound, S_t the factor "
+    "of sigma_t."
 )
 _SPENT_NOTE = (
     "Computed from the ledger, after each step taken: what is spent if it was fixed in advance to stop there. A run "
@@ -310,14 +312,14 @@ _SPENT_NOTE = (
     "at some of the steps. The published curves are not guarantees."
 )
 _UTILITY_NOTE = (
-    "As noted while training. The loss is computed from the training data, and no epsilon covers it: check with your "
+    "Recorded during training. The loss is computed from the training data, and no epsilon covers it: check with your "
     "privacy team before sharing this page."
 )
 
 
 def _chart(runs: Sequence[_Run], title: str, y: str, of: _Values, *, x: str = "step") -> Figure:
     found = [(run, of(run)) for run in runs]
-    lines = [Line(name=r.name, x=p[0], y=p[1], style=r.style) for r, p in found if not isinstance(p, str) and len(p[0])]
+    lines = [_line(r.name, p, r.style) for r, p in found if not isinstance(p, str) and len(p[0])]
     notes = [f"{run.name}: {why}" if len(runs) > 1 else why.capitalize() for run, why in found if isinstance(why, str)]
     ident = "chart-" + "".join(c if c.isalnum() else "-" for c in title.lower())
     drawn = line_chart(lines, ident=ident, title=title, x=x, y=y, log_x=x != "step")
@@ -330,15 +332,25 @@ def _released(name: str) -> _Values:
     def values(run: _Run) -> Points | str:
         contents = run.facts.contents
         if contents is None:
-            return "no ledger that holds."
+            return "no valid ledger."
         if not contents.releases:
-            return "nothing was released yet." if run.facts.is_private else "nothing was noised."
+            return "nothing was released yet." if run.facts.is_private else "no noise was added."
         if name in ("sensitivity", "sigma") and must_withhold(run.facts):
             return WITHHELD
-        found = [getattr(release, name) for release in contents.releases]
-        return range(1, len(found) + 1), [max(value) if isinstance(value, tuple) else value for value in found]
+        drawn = thinned(len(contents.releases), _MOST_VALUES)
+        found = [getattr(contents.releases[i], name) for i in drawn]
+        return [i + 1 for i in drawn], [max(value) if isinstance(value, tuple) else value for value in found]
 
     return values
+
+
+_MOST_VALUES = 50_000  # of one line: far more than are drawn, and little memory
+
+
+def _line(name: str, points: Points, style: int) -> Line:
+    """Of at most :data:`_MOST_VALUES` of the points, evenly spread."""
+    (x, y), kept = points, thinned(len(points[0]), _MOST_VALUES)
+    return Line(name=name, x=[float(x[i]) for i in kept], y=[float(y[i]) for i in kept], style=style)
 
 
 def _published(method: str) -> _Values:
@@ -360,10 +372,16 @@ def _against(run: RunFacts, epsilon: Points) -> Points:
     """Accuracy at each look against the epsilon that was spent by then."""
     if run.contents is None:
         return _NOTHING
-    after = {release.step + 1: i + 1 for i, release in enumerate(run.contents.releases)}
-    spent = dict(zip(epsilon[0], epsilon[1], strict=True))
-    pairs = [(spent.get(after.get(int(step), 0)), value) for step, value in zip(*_looks(run, "accuracy"), strict=True)]
-    kept = [(float(e), v) for e, v in pairs if e is not None]
+    steps, accuracies = _looks(run, "accuracy")
+    looked, after = {int(step) for step in steps}, dict[int, int]()
+    for releases, step in enumerate(steps_of(run.contents.releases), start=1):
+        if step + 1 in looked:
+            after[step + 1] = releases
+    counts = np.asarray(epsilon[0], dtype=np.int64)
+    places = {n: int(np.searchsorted(counts, n)) for n in set(after.values())}
+    spent = {n: float(epsilon[1][i]) for n, i in places.items() if i < len(counts) and counts[i] == n}
+    pairs = [(spent.get(after.get(int(step), 0)), value) for step, value in zip(steps, accuracies, strict=True)]
+    kept = [(e, v) for e, v in pairs if e is not None]
     return [e for e, _ in kept], [v for _, v in kept]
 
 
@@ -380,7 +398,7 @@ def _looked_at(run: RunFacts) -> list[int]:
 
 def _spent(run: RunFacts) -> _Spent:
     if run.contents is None or run.statement is None:
-        return _Spent(proved=_NOTHING, why_not="no ledger that holds.", published={})
+        return _Spent(proved=_NOTHING, why_not="no valid ledger.", published={})
     header, releases = run.contents.header, run.contents.charged()
     if header.guarantee == "none":
         return _Spent(proved=_NOTHING, why_not="not private.", published={})
@@ -391,10 +409,10 @@ def _spent(run: RunFacts) -> _Spent:
     curve = proved_curve(header, releases, neighbours=neighbours, accountant=accountant, at=_looked_at(run))
     published: dict[str, Points] = {}
     if is_noised(header, releases) and not must_withhold(run):
-        found = paper_curve([r.sigma for r in releases], header.sample_rate, proved.delta, methods=METHODS)
-        published = {m: (range(1, len(v) + 1), v.tolist()) for m, v in found.items()}
+        found = paper_curve(sigmas_of(releases), header.sample_rate, proved.delta, methods=METHODS)
+        published = {m: (range(1, len(v) + 1), v) for m, v in found.items()}
     return _Spent(
-        proved=(curve.steps.tolist(), curve.epsilon.tolist()),
+        proved=(curve.steps, curve.epsilon),
         why_not=None if curve.reason is None else "nothing is proved.",
         published=published,
     )
@@ -403,7 +421,7 @@ def _spent(run: RunFacts) -> _Spent:
 def _accountants(spent: _Spent) -> Figure:
     """One run: the accountants are the lines."""
     named: Iterable[tuple[str, Points]] = [("proved", spent.proved), *spent.published.items()]
-    lines = [Line(name=n, x=p[0], y=p[1], style=i) for i, (n, p) in enumerate(named) if len(p[0])]
+    lines = [_line(n, p, i) for i, (n, p) in enumerate(named) if len(p[0])]
     title = "Epsilon by accountant"
     drawn = line_chart(lines, ident="chart-accountants", title=title, x="step", y="epsilon")
     legend = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import stat
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradveil.accounting import files
+from gradveil.accounting._rounding import at_most
 from gradveil.accounting.finite_precision import is_covered
+from gradveil.errors import DataError
 from gradveil.mechanism.records import RunHeader
 from gradveil.reports.charts import label, must_withhold
 from gradveil.reports.facts import PICTURES, RunFacts
@@ -37,7 +41,7 @@ def checklist(run: RunFacts) -> list[Item]:
     """Every item, whatever the run is; what does not apply to it says so."""
     if run.contents is None:
         ledger = _item("Ledger verified", "open", run.ledger_problem or "There is no ledger: nothing was released yet.")
-        unknown = "Not known without a ledger that holds."
+        unknown = "Unknown without a valid ledger."
         return [ledger, *(_item(name, "open", unknown) for name in _OF_THE_LEDGER), *_always(run)]
     header = run.contents.header
     if header.guarantee == "none":
@@ -49,8 +53,8 @@ def checklist(run: RunFacts) -> list[Item]:
         _item(
             "Several rows of one person",
             "open",
-            "Where a person has several rows, or a row was copied or augmented before training, what is proved for one "
-            "row does not hold for the person. A run directory does not say whether that is so.",
+            "If a person has several rows, or rows were copied or augmented before training, the epsilon of one row "
+            "does not hold for the person. The run directory does not say whether this is the case.",
         ),
         _neighbours(run),
         _sampler(run),
@@ -68,8 +72,8 @@ def _item(name: str, answer: Answer, evidence: str) -> Item:
 
 def _ledger(run: RunFacts) -> Item:
     assert run.contents is not None
-    against = " and fits the newest checkpoint" if RunDirectory(run.path).list_checkpoints() else ""
-    told = f"{run.contents.length} lines; each hash was computed anew and follows the one before it{against}."
+    against = " and the newest checkpoint" if RunDirectory(run.path).list_checkpoints() else ""
+    told = f"{run.contents.length} lines; every hash was recomputed and matches the chain{against}."
     torn = " A crash cut off one more line, which is charged." if run.contents.torn else ""
     return _item("Ledger verified", "satisfied", told + torn)
 
@@ -77,9 +81,7 @@ def _ledger(run: RunFacts) -> Item:
 def _neighbours(run: RunFacts) -> Item:
     assert run.statement is not None
     first, other = run.statement.proved, run.statement.proved_other
-    told = (
-        f"Stated: {first.neighbours}, which suits the sampler; {other.neighbours} stands beside it, not merged with it."
-    )
+    told = f"Stated: {first.neighbours}, which fits the sampler; {other.neighbours} is reported separately."
     return _item("Neighbours", "satisfied", told)
 
 
@@ -89,10 +91,10 @@ def _sampler(run: RunFacts) -> Item:
     strange = [r for r in run.contents.releases if r.sampler != header.sampling]
     if strange:
         other = ", ".join(sorted({r.sampler for r in strange}))
-        told = f"{len(strange)} step(s) were not drawn as declared ({header.sampling}) but: {other}."
+        told = f"{len(strange)} step(s) were not drawn as declared ({header.sampling}), but by: {other}."
         return _item("Sampler", "open", told)
     if header.sampling in ("shuffle", "unknown"):
-        return _item("Sampler", "open", f"{header.sampling}: no bound is proved for batches that were drawn like this.")
+        return _item("Sampler", "open", f"{header.sampling}: no bound is proved for this sampler.")
     told = f"Every step was drawn by gradveil's own sampler: {header.sampling}, rate {header.sample_rate:.4g}."
     return _item("Sampler", "satisfied", told)
 
@@ -102,7 +104,7 @@ def _delta(header: RunHeader) -> Item:
     told = f"delta = {label(header.delta)}, N = {header.population}, 1/N = {limit:.3g}"
     if header.delta < limit:
         return _item("Delta", "satisfied", f"{told}: delta is below 1/N.")
-    return _item("Delta", "open", f"{told}: delta is not below 1/N, so publishing a random row would be allowed.")
+    return _item("Delta", "open", f"{told}: delta is not below 1/N, so publishing a random row would satisfy it.")
 
 
 def _accounting(run: RunFacts) -> Item:
@@ -112,7 +114,7 @@ def _accounting(run: RunFacts) -> Item:
         return _item("Accounting", "open", f"No finite epsilon is proved, because {proved.reason}.")
     groups = len(run.statement.header.groups)
     jointly = f" the {groups} clipping groups jointly," if groups > 1 else ""
-    told = f"{proved.accountant} over {proved.steps_charged} steps,{jointly} redone and recovered steps charged again."
+    told = f"{proved.accountant} over {proved.steps_charged} steps,{jointly} repeated and recovered steps included."
     return _item("Accounting", "satisfied", told)
 
 
@@ -121,12 +123,14 @@ def _noise(run: RunFacts) -> Item:
     follows = sum(not r.scale_is_public for r in run.contents.releases)
     if follows:
         told = f"In {follows} of {len(run.contents.releases)} steps the noise was scaled to the private batch (l2-max)."
-        return _item("Noise scale", "open", f"{told} Its size tells of the data, and no epsilon holds for it.")
+        return _item("Noise scale", "open", f"{told} The noise scale reveals the data, so no epsilon holds.")
     if must_withhold(run):
-        told = "The noise does not follow the data, but the S_t that the ledger records do: do not publish the ledger."
+        told = "The noise does not depend on the data, but the S_t in the ledger do: do not publish the ledger."
         return _item("Noise scale", "open", told)
     return _item(
-        "Noise scale", "satisfied", "A function of public settings and of private outputs alone, in every step."
+        "Noise scale",
+        "satisfied",
+        "In every step a function of public settings and of values already released with noise.",
     )
 
 
@@ -134,33 +138,28 @@ def _stopping(run: RunFacts) -> Item:
     assert run.statement is not None
     header, proved, fixed = run.statement.header, run.statement.proved, run.statement.proved_if_fixed
     if header.stopping == "public":
-        told = "When to stop was declared to depend on nothing computed from the private data. Nothing here shows that."
+        told = "The run declares that stopping did not depend on private data. Nothing here shows that."
         return _item("Stopping rule", "open", told)
     if proved.filter is not None:
         told = f"Training may stop on released values: charged the whole budget of a {proved.filter['theorem']}."
         return _item("Stopping rule", "satisfied", told)
     if proved.at_budget:
-        told = f"Held to its budget, and charged for the {proved.steps_charged} steps that it affords, taken or not."
+        told = f"Limited by its budget: charged for the {proved.steps_charged} steps that it allows, taken or not."
         return _item("Stopping rule", "satisfied", told)
     if header.stopping == "private" or fixed is not None:
         told = f"Training may stop on released values: all {header.steps} declared steps are charged, taken or not."
         return _item("Stopping rule", "satisfied", told)
-    return _item("Stopping rule", "not applicable", "Training did not stop before the last step that was declared.")
+    return _item("Stopping rule", "not applicable", "Training did not stop before its last declared step.")
 
 
 def _always(run: RunFacts) -> Iterable[Item]:
     private = run.contents is None or run.contents.header.guarantee != "none"
     if private:
-        yield _item(
-            "Hyper-parameter tuning",
-            "open",
-            "Not declared in a run directory, and not covered: each run that was tried on the same data spent its own "
-            "epsilon.",
-        )
+        yield _tuning(run)
         yield _item(
             "Metrics of the training data",
             "open" if any(m.get("loss") is not None for m in run.metrics) else "not applicable",
-            "metrics.jsonl and this page hold the training loss, which no epsilon covers."
+            "metrics.jsonl and this page contain the training loss, which no epsilon covers."
             if any(m.get("loss") is not None for m in run.metrics)
             else "None was recorded.",
         )
@@ -179,15 +178,33 @@ def _always(run: RunFacts) -> Iterable[Item]:
     yield _access(run)
 
 
+def _tuning(run: RunFacts) -> Item:
+    name, path = "Hyper-parameter tuning", run.path / "tune.json"
+    if run.bound(path):
+        with contextlib.suppress(DataError):
+            told = files.read_object(path)
+            spent = files.number_or_none(told.get("epsilon"))
+            if spent is not None:
+                return _item(
+                    name,
+                    "satisfied",
+                    f"Chosen by gradveil tune, and charged: epsilon = {at_most(spent)} with the search "
+                    f"({told.get('theorem')}), given that {told.get('assumes')}.",
+                )
+    stated = run.about.get("tuning")
+    said = f"Stated, not checked: {stated}. " if stated else "Not declared in the run directory. "
+    return _item(name, "open", f"{said}Each run that was tried on the same data spent its own epsilon.")
+
+
 def _seeds(run: RunFacts) -> Item:
     if run.contents is None:
-        return _item("Seed", "open", "Not known without a ledger that holds.")
+        return _item("Seed", "open", "Unknown without a valid ledger.")
     if not run.contents.header.seeded:
         return _item("Seed", "satisfied", "None: noise and samples came from the operating system's entropy.")
     return _item(
         "Seed",
         "open",
-        "The run was seeded. Whoever knows or guesses the seed can take the noise off; nothing shows that it stayed "
+        "The run was seeded. Anyone who knows or guesses the seed can subtract the noise; nothing shows that it stayed "
         "secret and was used once.",
     )
 
@@ -205,15 +222,17 @@ def _access(run: RunFacts) -> Item:
         if mode & (0o022 if may_be_read else 0o077):
             wide.append(str(path.relative_to(run.path)))
     if not told:
-        return _item("Access to files", "not applicable", "There is neither a ledger nor a secret.")
+        return _item("Access to files", "not applicable", "There is no ledger and no secret.")
     if wide:
         verb = "is" if len(wide) == 1 else "are"
-        open_to = f"{' and '.join(wide)} {verb} open to others: the ledger to writing, or a secret to reading"
+        open_to = (
+            f"{' and '.join(wide)} {verb} accessible to others: a ledger they can write, or a secret they can read"
+        )
         return _item("Access to files", "open", f"{'; '.join(told)}. {open_to}.")
     return _item(
         "Access to files",
         "satisfied",
-        f"{'; '.join(told)}. Only the owner may write the ledger"
+        f"{'; '.join(told)}. Only the owner can write the ledger"
         + (" or read the secret." if files.secret.exists() else "; there is no seed on disk."),
     )
 
@@ -226,55 +245,51 @@ def not_tested(run: RunFacts) -> list[str]:
     """What the attacks and the audit of this run leave open, in words."""
     found: list[str] = []
     if not run.attacks:
-        found.append(
-            "No attack was run on it: that it withstands one is not shown. gradveil attack RUN attacks its model."
-        )
+        found.append("No attack was run, so resistance to attacks is not shown. Run: gradveil attack RUN.")
     else:
         found += _attacks_left(run)
     if run.audit is None:
-        found.append(
-            "No audit was run: that the code does what is proved was not measured on this run. gradveil audit RUN does."
-        )
+        found.append("No audit was run, so the implementation was not tested on this run. Run: gradveil audit RUN.")
     else:
         unit = run.audit.get("unit", "a whole run")
         found.append(
-            f"The audit looked for a leak of {unit}, on its own data, by the statistics it names. A leak that they do "
-            "not see would not have been found."
+            f"The audit tested for a leak of {unit}, on its own data, with the statistics it names. A leak that these "
+            "do not show would not be found."
         )
     found.append(
         "Attacks on the finished model (membership inference, extraction, attribute inference) are not on this page."
     )
     if run.state not in ("finished", "ledger invalid") and run.contents is not None and run.contents.ended is None:
-        found.append("The run has not ended: what later steps release is not in this page.")
+        found.append("The run has not finished: later releases are not on this page.")
     return found
 
 
 def _attacks_left(run: RunFacts) -> Iterable[str]:
     tried = {a.name for a in run.attacks}
     if missing := [name for name in ATTACKS if name not in tried]:
-        yield f"Attacks that were not run: {', '.join(missing)}."
+        yield f"Attacks not run: {', '.join(missing)}."
     if run.is_private and not tried & set(KNOWING):
         yield (
-            "No attack knew the defence. One that does not (cpl, dlg) fails on a gradient that was merely clipped, so "
-            "this defence has hardly been tried: run map."
+            "No attack used knowledge of the defence. Attacks without it (cpl, dlg) fail even on gradients that are "
+            "only clipped, so this defence has hardly been tested: run map."
         )
     views = {str(_setting(run, i, "view")) for i in range(len(run.attacks))}
     if unseen := [view for view in VIEWS if view not in views]:
-        yield f"Views that were not tried: {', '.join(unseen)}. Tried: {', '.join(sorted(views))}."
+        yield f"Views not tried: {', '.join(unseen)}. Tried: {', '.join(sorted(views))}."
     if all(_setting(run, i, "steps_seen") in (None, 1) for i in range(len(run.attacks))):
-        yield "No attack saw more than one step; an example that takes part in many is released many times."
+        yield "No attack observed more than one step; an example in many steps is released many times."
     if all(_setting(run, i, "batch") in (None, 1) for i in range(len(run.attacks))):
-        yield "Only gradients of single examples were attacked, no batch of several."
+        yield "Only gradients of single examples were attacked, no batches."
     steps: Sequence[int] = sorted(
         {s for i in range(len(run.attacks)) if isinstance(s := _setting(run, i, "step"), int)}
     )
     if steps:
-        yield f"Only what is released at step {', '.join(map(str, steps))} was attacked."
+        yield f"Only releases at step {', '.join(map(str, steps))} were attacked."
     victims = max(
         (v for i in range(len(run.attacks)) if isinstance(v := _setting(run, i, "victims"), int)), default=None
     )
     if victims is not None:
-        yield f"At most {victims} victims were attacked: what happens to fewer than one in {victims} is not seen."
+        yield f"At most {victims} victims were attacked: leaks that affect fewer than one in {victims} may be missed."
 
 
 def _setting(run: RunFacts, index: int, name: str) -> object:

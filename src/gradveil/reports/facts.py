@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradveil import _files
-from gradveil._files import number_or_none
 from gradveil.accounting import Statement, statement_of
+from gradveil.accounting import files as _files
 from gradveil.accounting._checks import trusted
+from gradveil.accounting.files import number_or_none
 from gradveil.accounting.ledger import Contents
 from gradveil.accounting.manifest import BAD, FileState, bound_files, file_states, settings_of
 from gradveil.errors import DataError, GradveilError, LedgerError, RunDirectoryError

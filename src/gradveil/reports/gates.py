@@ -86,7 +86,7 @@ def _signature(run: RunFacts, key: Path, trust: _Trust) -> Gate:
 
 def _head(run: RunFacts, head: str) -> Gate:
     if run.contents is None:
-        return _gate(run, "head", False, "there is no ledger that holds.")
+        return _gate(run, "head", False, "there is no valid ledger.")
     try:
         number = signatures.head_line(run.path, run.contents, head)
     except LedgerError as error:
@@ -100,9 +100,9 @@ def _gate(run: RunFacts, name: str, passed: bool, reason: str) -> Gate:
 
 def _ledger(run: RunFacts, limits: Limits) -> Gate:
     if run.ledger_problem is not None:
-        return _gate(run, "ledger", False, f"the ledger does not hold: {run.ledger_problem}")
+        return _gate(run, "ledger", False, f"the ledger failed verification: {run.ledger_problem}")
     if run.contents is None:
-        return _gate(run, "ledger", False, "there is no ledger: what was released is not known.")
+        return _gate(run, "ledger", False, "there is no ledger: what was released is unknown.")
     if run.contradictions:
         told = " ".join(run.contradictions)
         return _gate(run, "ledger", False, f"the run directory is not as its ledger says: {told}")
@@ -116,7 +116,10 @@ def _ledger(run: RunFacts, limits: Limits) -> Gate:
     if bound and loose:
         files += f", not bound: {', '.join(loose)}"
     running = f"; still running: {run.writer} writes to it" if run.state == "running" else ""
-    return _gate(run, "ledger", True, f"{lines}{torn}{running}{files}.")
+    told = f"{lines}{torn}{running}{files}."
+    if limits.signed_by is None and limits.head is None:
+        told += " Whether all of it was written anew is not known: no --signed-by and no --head was given."
+    return _gate(run, "ledger", True, told)
 
 
 def _unfinished(contents: Contents) -> str | None:
@@ -144,7 +147,7 @@ def _evidence(run: RunFacts, file: Path, trust: _Trust) -> tuple[bool, str]:
 def _epsilon(run: RunFacts, limit: float, neighbours: str | None) -> Gate:
     name = "proved epsilon"
     if run.statement is None:
-        return _gate(run, name, False, "nothing can be proved without a ledger that holds.")
+        return _gate(run, name, False, "nothing can be proved without a valid ledger.")
     proved = run.statement.proved
     if neighbours is not None and neighbours != proved.neighbours:
         proved = run.statement.proved_other
@@ -160,9 +163,9 @@ def _epsilon(run: RunFacts, limit: float, neighbours: str | None) -> Gate:
 
 def _delta(run: RunFacts, limit: float) -> Gate:
     if run.statement is None:
-        return _gate(run, "delta", False, "nothing can be proved without a ledger that holds.")
+        return _gate(run, "delta", False, "nothing can be proved without a valid ledger.")
     delta = run.statement.proved.delta
-    return _gate(run, "delta", delta <= limit, f"delta = {delta:g}, at most {limit:g} is asked.")
+    return _gate(run, "delta", delta <= limit, f"delta = {delta:g}; the limit is {limit:g}.")
 
 
 def _attack(run: RunFacts, limit: float, trust: _Trust) -> Gate:
@@ -170,13 +173,15 @@ def _attack(run: RunFacts, limit: float, trust: _Trust) -> Gate:
     strongest = run.strongest
     if strongest is None or strongest.psnr is None:
         tried = f"{len(run.attacks)} attack(s) without images" if run.attacks else "no attack was run"
-        return _gate(run, name, False, f"{tried}: not shown to withstand one. Run: gradveil attack {run.path}")
+        return _gate(
+            run, name, False, f"{tried}, so resistance to attacks is not shown. Run: gradveil attack {run.path}"
+        )
     misfits = {i: why for i, attack in enumerate(run.attacks) if (why := run.misfit(attack)) is not None}
     if len(misfits) == len(run.attacks):
         why = f"no attack was on what this run released: {next(iter(misfits.values()))}"
         return _gate(run, name, False, f"{why}. Run: gradveil attack {run.path}")
     trusted, note = _evidence(run, strongest.folder / RESULT, trust)
-    told = f"{strongest.name} reached {strongest.psnr:.1f} dB (median), the nearest of {len(run.attacks)} trial(s)"
+    told = f"{strongest.name} reached {strongest.psnr:.1f} dB (median), the best of {len(run.attacks)} attack(s)"
     return _gate(run, name, trusted and strongest.psnr <= limit, f"{told}; at most {limit:g} dB is asked{note}.")
 
 
@@ -193,7 +198,7 @@ def _audit(run: RunFacts, trust: _Trust) -> Gate:
     assert run.audit is not None
     bound, proved = run.audited, run.audit_limit
     if bound is None or proved is None:
-        return _gate(run, "audit", False, "audit.json holds no lower bound that could be compared with what is proved.")
+        return _gate(run, "audit", False, "audit.json has no lower bound to compare with the proved epsilon.")
     unit = f" of {run.audit['unit']}" if "unit" in run.audit else ""
     trusted, note = _evidence(run, run.path / AUDIT, trust)
     told = f"audited epsilon{unit} is at least {at_least(bound)}, proved at most {at_most(proved)}{note}"

@@ -40,8 +40,8 @@ _HERE = Path(__file__).parent
 # What is shown of audit.json, if it is there, and under which name.
 _AUDIT = {
     "unit": "of",
-    "epsilon_proved": "proved for that, at most",
-    "epsilon_as_published": "as published for that",
+    "epsilon_proved": "proved, at most",
+    "epsilon_as_published": "as published",
     "verdict": "verdict",
     "statistic": "statistic",
     "method": "method",
@@ -127,7 +127,7 @@ def _sound(run: RunFacts) -> RunFacts:
     try:
         _ = run.statement
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"its lines are whole, but what they say does not fit together ({error})."
+        why = f"its lines are intact, but their contents are inconsistent ({error})."
         return replace(run, contents=None, ledger_problem=why)
     return run
 
@@ -161,12 +161,12 @@ class _Shown:
     @property
     def verdict(self) -> Verdict:
         run, statement = self.run, self.run.statement
-        no_limit = "No limit is proved to what can be learned about one example."
+        no_limit = "There is no proved limit on what can be learned about one example."
         if run.ledger_problem is not None:
-            broken, why = "The ledger does not hold:", run.ledger_problem
+            broken, why = "The ledger failed verification:", run.ledger_problem
             return Verdict(kind="ledger invalid", sentence=broken, because=why, meaning=no_limit)
         if statement is None:
-            why = "There is no ledger: nothing was released, and there is nothing to prove."
+            why = "There is no ledger: nothing was released."
             return Verdict(kind="nothing released", sentence=why, meaning="")
         if statement.header.guarantee == "none":
             return Verdict(kind="not private", sentence="Not private: trained without noise.", meaning=no_limit)
@@ -241,14 +241,14 @@ class _Shown:
     def state(self) -> str:
         run = self.run
         if run.ledger_problem is not None:
-            return "Ledger invalid: what was released is not known."
+            return "Ledger invalid: what was released is unknown."
         if run.contents is None:
-            return "Not begun: no step was taken."
+            return "Not started: no step was taken."
         declared = run.contents.header.steps
         if run.contents.ended is None:
             return (
-                f"Not ended: interrupted, or still running, after step {run.steps_taken} of {declared}. What is said "
-                "here holds for what was released so far."
+                f"Not finished: interrupted or still running after step {run.steps_taken} of {declared}. This page "
+                "covers what was released so far."
             )
         if run.contents.ended == "finished":
             return f"Finished: {run.steps_taken} of {declared} steps taken."
@@ -307,7 +307,7 @@ class _Shown:
         """A lower bound above the upper one cannot be."""
         found, proved = self.run.audited, self.run.audit_limit
         if found is not None and proved is not None and found > proved:
-            return "More than what is proved: the code, the accounting or the audit is at fault."
+            return "Above the proved epsilon: the code, the accounting or the audit is wrong."
         return ""
 
     @property

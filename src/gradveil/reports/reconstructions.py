@@ -67,9 +67,9 @@ def trial_of(label: str, style: int, attack: AttackFacts, examples: int) -> Tria
         try:
             rows = list(_rows(attack, examples))
         except (DataError, OSError, ValueError, KeyError, IndexError) as error:
-            problem = f"Its pictures cannot be read: {error}"
+            problem = f"Its images cannot be read: {error}"
         if not rows and not problem:
-            problem = "It kept no pictures."
+            problem = "No images were stored."
     return Trial(run=label, style=style, attack=attack, figures=_figures(attack), rows=rows, problem=problem)
 
 
@@ -81,14 +81,14 @@ def _figures(attack: AttackFacts) -> list[tuple[str, str]]:
     if attack.psnr is not None:
         found.append(("PSNR, median", f"{attack.psnr:.1f} dB{_interval(result.get('psnr_median_interval'))}"))
         found.append(("best guess without it", f"{number(result.get('guess_psnr_median'), 3)} dB"))
-        found.append(("nearest 5 % of victims", f"{number(result.get('psnr_worst_5_percent'), 3)} dB"))
+        found.append(("worst 5 % of victims", f"{number(result.get('psnr_worst_5_percent'), 3)} dB"))
     elif "wrong_median" in result:
         found.append(
             ("wrong features, median", f"{number(result['wrong_median'])} of {number(result.get('features'))}")
         )
         found.append(("best guess without it", f"{number(result.get('guess_wrong_median'))} wrong"))
     found.append(("beats guessing by 6 dB", _share(result.get("success_rate"))))
-    found.append(("proved limit to that", "none" if bound is None else f"at most {_share_at_most(bound)}"))
+    found.append(("proved limit on that", "none" if bound is None else f"at most {_share_at_most(bound)}"))
     found.append(("labels found", _share(result.get("labels_right"))))
     return found
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradveil import _files
+from gradveil.accounting import files as _files
 from gradveil.accounting._ledger_lines import Contents
 from gradveil.accounting.ledger import FILE_NAME
 from gradveil.accounting.manifest import SIGNATURES

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -47,19 +48,28 @@ def unpack(
     average: nn.Module | None,
 ) -> None:
     """Everything as :func:`pack` found it."""
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "rule": {}, "optimizer": {}}
-    for key, value in safetensors.torch.load(whole).items():
-        part, _, name = key.partition(".")
-        parts[part][name] = value
+    parts = parts_of(whole)
+    slots: dict[int, dict[str, Any]] = {}
     try:
         model.load_state_dict(parts["model"])
         if average is not None:
             average.load_state_dict(parts["average"])
-    except RuntimeError as error:
+        for name, value in (*parts["optimizer"].items(), *facts["optimizer"].items()):
+            index, _, slot = name.partition(".")
+            slots.setdefault(int(index), {})[slot] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         raise RunDirectoryError(f"the checkpoint is of another model: {error}") from None
-    slots: dict[int, dict[str, Any]] = {}
-    for name, value in (*parts["optimizer"].items(), *facts["optimizer"].items()):
-        index, _, slot = name.partition(".")
-        slots.setdefault(int(index), {})[slot] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
     engine.load_state_dict({**facts, "rule": parts["rule"]})
+
+
+def parts_of(whole: bytes) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint: of the model, its average, the bound rule and the optimizer."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "rule": {}, "optimizer": {}}
+    try:
+        for key, value in safetensors.torch.load(whole).items():
+            part, _, name = key.partition(".")
+            parts[part][name] = value
+    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError, TypeError, OverflowError) as error:
+        raise RunDirectoryError(f"the checkpoint's tensors are not those of a run: {error}.") from None
+    return parts

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gradveil import _files
 from gradveil.errors import ConfigError, DataError, UnknownNameError
 
 # Steps, batch size: the paper's table of benchmark parameters; digits and location are ours.
@@ -199,7 +198,9 @@ def _toml(value: Any) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, as they are."""
+    from gradveil.accounting import files  # brings numpy, which checking a name needs not
+
     try:
-        return _files.read_toml(path)
+        return files.read_toml(path)
     except DataError as error:
         raise ConfigError(f"the configuration file {error}") from None

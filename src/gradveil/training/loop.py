@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from gradveil import __version__
 from gradveil.accounting import Statement, default_view, from_releases, manifest, proved_epsilon, statement_of
+from gradveil.accounting.finite_precision import is_covered
 from gradveil.accounting.ledger import Contents
 from gradveil.engine import PrivacyEngine
 from gradveil.engine.cuda_graph import cuda_graph_step
@@ -36,7 +38,7 @@ from gradveil.mechanism.sampling import PrivateLoader
 from gradveil.mechanism.strategies import PrivacyPlan, parameters
 from gradveil.training import augment, checkpoints, data, features, models
 from gradveil.training.config import RunConfig, read_toml
-from gradveil.training.environment import captures, environment
+from gradveil.training.environment import captures, differences, environment, numerics, said
 from gradveil.training.inputs import Inputs, computed_ahead, device_of, inputs_of
 from gradveil.training.recipes.average import AveragedModel
 from gradveil.training.recipes.target import sigma_for
@@ -121,7 +123,7 @@ def train(
             if seed is not None:
                 run.write_seed(seed)  # before config.toml, which makes it a run that can be resumed: not without it
             write_whole(run.environment, json.dumps(environment(config, command), indent=1).encode())
-            write_whole(run.config, config.to_toml().encode())
+            write_whole(run.config, config.to_toml().encode(), what="the settings")
             return run
 
         session.start(ranks.from_first(begin), resume=False)
@@ -165,12 +167,12 @@ def _begun(
     for name, value in (settings or {}).items():
         if getattr(stored, name, None) != value:
             raise RunDirectoryError(
-                f"the run in {run_dir} was begun with {name} = {getattr(stored, name, None)!r} and cannot go on with "
-                f"{value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
+                f"the run in {run_dir} was started with {name} = {getattr(stored, name, None)!r} and cannot continue "
+                f"with {value!r}: a run keeps its settings. Resume it without that setting, or start a new run."
             )
     stored_seed = None if new_noise and seed is None else run.read_seed()
     if seed is not None and seed != stored_seed:
-        raise RunDirectoryError(f"the run in {run_dir} was not begun with that seed. Resume it without one.")
+        raise RunDirectoryError(f"the run in {run_dir} was not started with that seed. Resume it without --seed.")
     if not run.list_checkpoints() and not run.metrics.exists() and _has_no_whole_line(run.ledger):
         run.ledger.unlink()  # killed before the header was whole: nothing was released
     begun = bool(run.list_checkpoints()) or run.metrics.exists()
@@ -179,7 +181,7 @@ def _begun(
         _check_files(run, contents)
     if contents is not None and contents.header.seeded and stored_seed is None and not new_noise:
         raise RunDirectoryError(
-            f"the run in {run_dir} was begun with a seed, but secret.json is not there. Put it back, mode 0600."
+            f"the run in {run_dir} was started with a seed, but secret.json is missing. Restore it, with mode 0600."
         )
     return run, stored, stored_seed, contents
 
@@ -358,11 +360,20 @@ class _Session:
         self.loader = self._make_private(self.engine, TensorDataset(*known))
         if checkpoint is not None:
             self._load(tensors, checkpoint.facts)
+            self._note_changes(checkpoint.facts.get("environment"))
         if self.ranks.is_first:
             self._bind_settings()
         plain_together = self.ranks.several and not self.engine.plan.strategy.is_private
-        if self.device.type == "cuda" and captures() and not plain_together:
+        if self.device.type == "cuda" and captures() and not (plain_together or is_covered(self.engine.header)):
             self.take_step = cuda_graph_step(self.engine, F.cross_entropy, capacity=self.config.physical_batch_size)
+
+    def _note_changes(self, before: object) -> None:
+        """Say, and write into the ledger, under which other conditions the run goes on."""
+        changes = self.ranks.from_first(lambda: differences(before, numerics(self.device)))
+        if changes:
+            self.engine.ledger.note("environment", changes)
+            if self.ranks.is_first:
+                warnings.warn(said(changes, seeded=self.seed is not None), stacklevel=2)
 
     def _bind_settings(self) -> None:
         """Into the ledger, before the first step: the settings, and the files that were written already."""
@@ -552,6 +563,7 @@ class _Session:
     def _save(self) -> None:
         whole, facts = checkpoints.pack(*self._kept)
         facts |= {"config_digest": self.config.digest(), "gradveil": __version__}
+        facts["environment"] = numerics(self.device)
         self._saved = int(facts["step"])
         if self.ranks.is_first:
             bind = partial(manifest.bind, self.engine.ledger)

@@ -16,6 +16,7 @@ ledger's length and head at that moment. No pickle is ever written or read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil import _files
 from gradveil.accounting import _run_lock
+from gradveil.accounting import files as _files
 from gradveil.accounting import ledger as ledgers
 from gradveil.accounting.files import write_whole as write_whole
 from gradveil.errors import DataError, LedgerError, RunDirectoryError
@@ -35,6 +36,20 @@ _FACTS_LIMIT = 1 << 24  # bytes of a checkpoint's JSON
 _SECRET_LIMIT = 1 << 12
 _MOST_LOOKS = 100_000  # records of metrics.jsonl that are kept; of more, every second, fourth ... one
 _NO_SEED = "Put back the file as the run wrote it, or go on without the seed: gradveil train --resume RUN --new-noise"
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether it is a temporary file of a process that is not there any more."""
+    process = path.name.removesuffix(".part").rpartition(".")[2]
+    if not path.name.startswith(".") or not process.isascii() or not process.isdecimal() or len(process) > 9:
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return int(process) == os.getpid()
 
 
 def _facts_hash(facts: Mapping[str, Any]) -> str:
@@ -82,17 +97,39 @@ class RunDirectory:
         return run
 
     def check_empty(self) -> None:
-        """Refuse a directory that holds anything but a lock."""
-        path = self.path
-        if path.exists() and (not path.is_dir() or any(p.name != _run_lock.FILE_NAME for p in path.iterdir())):
+        """Refuse a directory that holds anything but a lock, or what a run left that was killed before its first file.
+
+        config.toml is written last of what a run begins with: without it there is nothing to go on with.
+        """
+        path, before = self.path, (_run_lock.FILE_NAME, self.secret.name, self.environment.name)
+        if path.exists() and (
+            not path.is_dir() or any(p.name not in before and not _is_left_over(p) for p in path.iterdir())
+        ):
             raise RunDirectoryError(
                 f"{path} exists and is not empty. A run directory belongs to one run and is never written over. Give "
-                "another one with --run-dir, or go on with that run: gradveil train --resume " + str(path)
+                "another one with --run-dir, or continue that run: gradveil train --resume " + str(path)
             )
 
     def lock(self) -> _run_lock.Hold:
-        """The right to write to the run; refused at once where another process has it."""
-        return _run_lock.Hold(self.path)
+        """The right to write to the run; refused at once where another process has it.
+
+        What a killed writer left is swept: temporary files, and tensors without the JSON that makes them a checkpoint.
+        """
+        hold = _run_lock.Hold(self.path)
+        left = [p for folder in (self.path, self.checkpoints) for p in folder.glob(".*.part") if _is_left_over(p)]
+        left += [p for p in self.checkpoints.glob("step-*.safetensors") if not p.with_suffix(".json").exists()]
+        for path in left:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return hold
+
+    @property
+    def _go_on(self) -> str:
+        """What to do after an error of the operating system; the ledger is written before everything else."""
+        return (
+            "The ledger is safe: every release so far is in it. To go on, {mend}, and then: gradveil train --resume "
+            + str(self.path).replace("{", "{{").replace("}", "}}")
+        )
 
     def writer(self) -> str | None:
         """Who is writing to the run, in words: it is still running. None if nobody is."""
@@ -108,7 +145,7 @@ class RunDirectory:
         return run
 
     def write_seed(self, seed: int) -> None:
-        write_whole(self.secret, json.dumps({"seed": seed}).encode(), mode=0o600)
+        write_whole(self.secret, json.dumps({"seed": seed}).encode(), mode=0o600, what="the seed")
 
     def read_seed(self) -> int | None:
         if not self.secret.exists():
@@ -131,8 +168,11 @@ class RunDirectory:
         bind: Callable[[str, bytes], None] = lambda path, data: None,
     ) -> None:
         """``bind`` is told of each file, by its path in the run directory, before it is written."""
-        stem = f"step-{step:08d}"
-        self.checkpoints.mkdir(exist_ok=True)
+        stem, what, then = f"step-{step:08d}", f"the checkpoint of step {step}", self._go_on
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _files.explained(error, self.checkpoints, "making the folder of checkpoints", then) from None
         complete = {**facts, "step": step, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
         complete["tensors_bytes"] = len(tensors)
         complete["facts_sha256"] = _facts_hash(complete)
@@ -140,7 +180,7 @@ class RunDirectory:
         for name, data in files.items():
             bind(f"{self.checkpoints.name}/{name}", data)
         for name, data in files.items():
-            write_whole(self.checkpoints / name, data)
+            write_whole(self.checkpoints / name, data, what=what, then=then)
         for old in self.list_checkpoints()[:-KEEP_CHECKPOINTS]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
@@ -197,8 +237,8 @@ class RunDirectory:
                 )
             if contents.hashes[length - 1] != head:
                 raise LedgerError(
-                    f"ledger line {length} is not the line that checkpoint {checkpoint.path.name} saw: the ledger was "
-                    "written anew.",
+                    f"ledger line {length} is not the line that checkpoint {checkpoint.path.name} saw: the ledger "
+                    "has been rewritten.",
                     line=length,
                 )
         return contents
@@ -206,13 +246,16 @@ class RunDirectory:
     # ---- metrics
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        with open(self.metrics, "a+b") as file:
-            file.seek(0, os.SEEK_END)
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")  # a crash cut the last line off: it must not swallow this one
-            file.write(json.dumps(record).encode() + b"\n")
+        try:
+            with open(self.metrics, "a+b") as file:
+                file.seek(0, os.SEEK_END)
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")  # a crash cut the last line off: it must not swallow this one
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            raise _files.explained(error, self.metrics, "writing the metrics", self._go_on) from None
 
     def read_metrics(self, problems: list[str] | None = None, *, running: bool = False) -> list[dict[str, Any]]:
         """All records. What cannot be read is left out, and said in ``problems``.

@@ -33,14 +33,13 @@ def load_factory(spec: str, *, seed: int = 0) -> nn.Module:
 
     Modules are looked for in the working directory too. Runs the user's code.
     """
-    torch.manual_seed(seed)
-    made = called(spec, "model")
+    made = called(spec, "model", seed=seed)
     if not isinstance(made, nn.Module):
         raise ConfigError(f"{spec}() returned a {type(made).__name__}, not a torch.nn.Module.")
     return made
 
 
-def called(spec: str, what: str) -> Any:
+def called(spec: str, what: str, *, seed: int = 0) -> Any:
     """What the function ``package.module:function`` returns, which makes ``what``. Runs the user's code."""
     module_name, colon, function_name = spec.partition(":")
     if not (module_name and colon and function_name):
@@ -60,6 +59,7 @@ def called(spec: str, what: str) -> Any:
             raise UnknownNameError(f"function in {module_name!r}:", function_name, _callables(found))
         if not callable(factory) or isinstance(factory, nn.Module):
             raise ConfigError(f"{spec!r} is a {type(factory).__name__}, not a function that makes a {what}.")
+        torch.manual_seed(seed)
         try:
             return factory()
         except Exception as error:
@@ -218,7 +218,7 @@ def check_gradients(module: nn.Module, gradients: Mapping[str, Tensor], where: s
         if lost:
             raise ConfigError(
                 f"{where}: {lost} of {gradient.numel()} values of the gradient of {name!r} are not finite (NaN or "
-                "infinite): nothing can be matched to them. Leave that victim out, or write the gradients anew."
+                "infinite): nothing can be matched to them. Remove that victim, or export the gradients again."
             )
 
 

@@ -19,9 +19,9 @@ from gradveil.attacks.methods.base import Reconstruction
 from gradveil.attacks.methods.labels import counts_recovered
 from gradveil.attacks.observation.views import GroundTruth
 from gradveil.attacks.scoring.metrics import is_binary, matched, mse, psnr, rank_in, ssim, wrong_features
-from gradveil.attacks.scoring.scores import MARGIN_DB, MARGIN_WRONG, ImageScore, Score, TableScore
+from gradveil.attacks.scoring.scores import ImageScore, Score, TableScore
 
-__all__ = ["Score", "best_guess", "controls", "fewest_wrong", "guessing_chance", "in_order", "score", "table_rows"]
+__all__ = ["Score", "best_guess", "controls", "fewest_wrong", "in_order", "score", "table_rows"]
 
 
 def score(
@@ -84,22 +84,6 @@ def fewest_wrong(truth: Tensor, mean_row: Tensor) -> Tensor:
     """Wrong features (V, B) of the best of three guesses: all zeros, all ones, and the rounded mean row."""
     guesses = (torch.zeros_like(truth), torch.ones_like(truth), mean_row.expand_as(truth))
     return torch.stack([wrong_features(guess, truth) for guess in guesses]).amin(0)
-
-
-def guessing_chance(guesses: Tensor, truths: Tensor, mean_image: Tensor) -> float:
-    """How often the best single guess (of n, *shape) is a success for examples of the same kind (m, *shape).
-
-    Never none at all: what was not seen once in m examples may yet happen.
-    """
-    truths = truths.unsqueeze(1)
-    if is_binary(truths):
-        guesses = torch.cat([guesses, (mean_image > 0.5).to(guesses).unsqueeze(0), torch.zeros_like(guesses[:1])])
-        needed = fewest_wrong(truths, mean_image)
-        hits = [MARGIN_WRONG * wrong_features(guess.expand_as(truths), truths) <= needed for guess in guesses]
-    else:
-        least = best_guess(truths, mean_image) + MARGIN_DB
-        hits = [psnr(guess.expand_as(truths), truths) >= least for guess in guesses]
-    return max(float(torch.stack([h.double().mean() for h in hits]).max()), 1.0 / len(truths))
 
 
 def controls(

@@ -65,8 +65,8 @@ class Score:
 class ImageScore(Score):
     """PSNR, SSIM and what the paper measures; also for rows of numbers that are not bits, which have no SSIM."""
 
-    headings = ("PSNR, median dB", "worst 5 %", "SSIM", "success", "labels")
-    success_means = "6 dB nearer than the mean image and than the best constant"
+    headings = ("PSNR, median dB", "worst 5 %", "SSIM", "found again", "success", "labels")
+    success_means = "6 dB closer than the mean image and the best constant"
 
     psnr: Tensor
     ssim: Tensor | None  # images only
@@ -106,6 +106,7 @@ class ImageScore(Score):
             f"{s['psnr_median']:.1f} ({low:.1f} to {high:.1f})",
             f"{s['psnr_worst_5_percent']:.1f}",
             f"{s['ssim_median']:.3f}" if "ssim_median" in s else "-",
+            f"{s['retrieved_first']:.0%}" if "retrieved_first" in s else "-",
             f"{s['success_rate']:.0%}",
             f"{s['labels_right']:.0%}",
         ]

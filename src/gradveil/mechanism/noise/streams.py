@@ -8,8 +8,8 @@ generator, keyed by SHAKE-256 of (key, purpose, index). So
   without any generator state in a file (and the engine refuses a redone step that is not the same bit
   for bit: the same noise on another gradient would cancel out);
 - seeing one stream tells nothing of another, since the derivation is one-way;
-- the key never leaves the process. Whoever knows the *seed* of a seeded run can derive it, and take
-  the noise off: a seed must be kept as secret as the data.
+- the key never leaves the process. Anyone who knows the *seed* of a seeded run can derive it, and subtract
+  the noise: a seed must be kept as secret as the data.
 
 Noise on the CPU comes from ChaCha12, keyed by SHAKE-256 for one step; a value is a function of its place alone, so
 the result does not depend on the number of threads. There are two kinds:
@@ -20,7 +20,8 @@ the result does not depend on the number of threads. There are two kinds:
   floating-point noise are not defended against, and the privacy statement says so. Without the compiled kernels the
   values are numpy's draws on the lattice, so a seeded run repeats only with kernels or only without.
 
-On a GPU noise is torch's, of the second kind, and its generator has a seed of 63 bits.
+On a GPU noise is by default torch's, of the second kind, and its generator has a seed of 63 bits. That on a lattice is
+drawn on the CPU and added on the GPU: the same bits.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class NoiseSource:
         divide_by: float,
         shards: Sequence[Shard] | None = None,
     ) -> None:
-        """As :meth:`add_to` on the CPU, with g rounded to a lattice and std z drawn on it; 0 stays without noise.
+        """As :meth:`add_to`, with g rounded to a lattice and std z drawn on it, on the CPU; 0 stays without noise.
 
         ``stds`` must allow for the rounding: see :func:`gradveil.mechanism.noise.lattice.widened`. ``shards``: the
         gradients are parts of tensors, and get the noise of their places.
@@ -242,7 +243,8 @@ class NoiseSource:
         pieces = [(first + i, start, grad.numel()) for i, (grad, start) in enumerate(zip(grads, starts, strict=True))]
         for grad, std, units in zip(grads, stds, _draws(self._key_for("lattice-noise"), pieces), strict=True):
             if std:
-                grad.copy_(lattice.noised(grad, units.view(grad.shape), std, divide_by=divide_by))
+                units = units.view(grad.shape).to(grad.device)
+                grad.copy_(lattice.noised(grad, units, std, divide_by=divide_by))
             else:
                 grad.div_(divide_by)
 
