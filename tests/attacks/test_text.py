@@ -195,7 +195,7 @@ def test_rows_of_an_embedding_are_a_likelihood_ratio_under_noise():
     assert not noised.certain and noised.tokens is None
     occurs = torch.zeros(1000, dtype=torch.bool)
     occurs[used] = True
-    assert int((noised.ratio[~occurs] > 0).sum()) <= 20 and float((noised.ratio[occurs] > 0).double().mean()) > 0.8
+    assert int((noised.ratio[~occurs] > 5).sum()) == 0 and float((noised.ratio[occurs] > 5).double().mean()) > 0.7
     nothing = token_evidence(torch.randn(rows.shape, generator=generator), 1.0, 20)
     assert float(nothing.ratio.max()) < 3.0 < float(noised.ratio[used].median())
 

@@ -27,12 +27,12 @@ from gradveil.attacks.observation.task import Task, find_task
 from gradveil.attacks.observation.views import Observation
 from gradveil.attacks.text.last_token import last_tokens
 from gradveil.attacks.text.reader import Reader
-from gradveil.attacks.text.sentences import join_causal, link_by_score, search_whole
+from gradveil.attacks.text.sentences import join_causal, link_by_score, nearest, search_whole
 from gradveil.errors import UnsupportedModelError
 
 _GAP = math.log(4.0)  # between the farthest pair inside a span and the nearest outside, to be called separate
 _CLEAR = 5.0  # a log likelihood ratio from which on a row counts for more than what is expected anyway
-_MOST_Z = 30.0  # standard deviations: certainty
+_ENOUGH = 50  # tokens, to see how far out one stands among the others
 _NEAR = math.log(1e-4)  # a squared distance that counts as none, next to 1 for a vector outside
 _MOST_INSIDE = 16  # tokens at a position that are tried in sentences, for each sentence
 _COPIES, _AGAIN = 8, 5.0  # how often a token may be guessed, and what each further time costs where nothing tells
@@ -80,7 +80,8 @@ class TextAttack:
         facts = {**readers[0].facts(), "pairs_found": sum(map(len, inside)), "separate": float(any(map(len, inside)))}
         if any(map(len, inside)):
             found = self._sentences(readers, inside, observation.batch, seed)
-            ids[: len(found)], sure[: len(found)] = found, found >= 0
+            ids[: len(found)] = found
+            sure[: len(found)] = (found >= 0) & nearest(readers, found)
             if task.per_token and readers[0].causal and bool((ids[:, :-1] >= 0).all()):
                 ids[:, -1], sure[:, -1] = last_tokens(readers[0], ids[:, :-1])
         self._fill(ids, evidence, readers)
@@ -135,23 +136,31 @@ class _Evidence:
         self.tokens = torch.arange(vocabulary) if known is None else known.cpu()
         pairs = [p for p in (reader.pairs(self.tokens) for reader in readers) if p is not None]
         self.logs = torch.stack(pairs).sum(0).cpu() if pairs else None
-        self._length = readers[0].length
+        self._length, self._places = readers[0].length, readers[0].batch * readers[0].length
         self._position = self._normal()
 
     def _normal(self) -> Tensor:
         """Log likelihood ratios (tokens, T) of pairs, by how far each stands out among all tokens at its position.
 
-        There are more pairs as far out as this one than a normal distribution has: so many times likelier is it.
+        There are more pairs as far out as this one than the tail of the others has (exponential beyond its last tenth,
+        the pairs that may be inside left out): so many times likelier is it.
         """
-        if self.logs is None or len(self.logs) < 2:
-            return torch.zeros(len(self.tokens), self._length, dtype=torch.float64)
+        if self.logs is None or len(self.logs) < _ENOUGH:
+            logs = self.logs
+            length = torch.zeros(len(self.tokens), self._length, dtype=torch.float64)
+            return length if logs is None else (-logs - (-logs).median(0).values).clamp(min=0.0)
         median = self.logs.median(0).values
         spread = 1.4826 * (self.logs - median).abs().median(0).values.clamp(min=1e-6)
-        z = ((median - self.logs) / spread).clamp(min=0.0, max=_MOST_Z)
-        rank = z.numel() - torch.searchsorted(z.flatten().sort().values, z)  # how many are at least as far out
-        expected = z.numel() * torch.special.erfc(z / math.sqrt(2.0)) / 2.0
-        found: Tensor = (rank.clamp(min=1) / expected).log().clamp(min=0.0)
-        return found
+        z = (median - self.logs) / spread
+        order = z.flatten().sort().values
+        others = order[: max(len(order) // 2, len(order) - self._places)]
+        start = float(others.quantile(0.9)) if len(others) < 1 << 24 else float(others[int(0.9 * len(others))])
+        tail = others[others > start] - start
+        scale = max(float(tail.mean()) if len(tail) else 0.0, 1e-3)
+        rank = len(order) - torch.searchsorted(order, z)  # how many are at least as far out
+        expected = math.log(0.1 * len(others)) - (z - start).clamp(min=0.0) / scale
+        found: Tensor = (rank.clamp(min=1).log() - expected).clamp(min=0.0)
+        return torch.where(z > start, found, 0.0)
 
     def inside(self, batch: int) -> list[list[int]]:
         """The tokens at each position that lie in the span; none at all where there is no gap that tells.

@@ -51,7 +51,9 @@ def token_evidence(gradient: Tensor, std: float | None, places: int) -> TokenEvi
     features = rows.shape[1]
     ordinary = float(lengths.median()) / features
     noise = max(ordinary if std is None else max(std**2, ordinary), 1e-300)
-    signal = float((lengths - features * noise).sum()) / (places * features * noise)
+    excess = float((lengths - features * noise).sum()) / (places * features * noise)
+    # Less two standard errors: what noise alone would give is no evidence.
+    signal = excess - 2.0 * math.sqrt(2.0 * features * len(lengths)) / (places * features)
     if signal <= 0:
         return TokenEvidence(torch.zeros_like(lengths), certain=False, counts=torch.ones_like(lengths))
     ratio = 0.5 * lengths / noise * signal / (1.0 + signal) - 0.5 * features * math.log1p(signal)

@@ -17,6 +17,7 @@ from gradveil.attacks.text.reader import Reader
 
 _DRAWN = 32  # sentences that are made up, to see how far wrong ones are
 _STARTS = 8  # of the search for whole sentences
+_AS_NEAR = 0.94  # of the log distance of the nearest sentence; one wrong token costs more
 _AT_A_TIME = 1024  # sentences that are tried at once
 _BUDGET = 60_000  # sentences, for all rounds together, in one sweep each
 _SWEEPS = 5
@@ -125,6 +126,14 @@ def _unique(ids: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.empty(len(once), dtype=least.dtype)
     found[back] = least
     return once, found
+
+
+def nearest(readers: Sequence[Reader], ids: Tensor) -> Tensor:
+    """Which sentences (n, 1) are as near as the nearest one; all where they were joined word by word."""
+    if readers[0].causal or not readers[0].later:
+        return torch.ones(len(ids), 1, dtype=torch.bool)
+    logs = _asked(readers, ids)
+    return (logs <= _AS_NEAR * logs.min()).unsqueeze(1)
 
 
 def link_by_score(readers: Sequence[Reader], ids: Tensor) -> None:
