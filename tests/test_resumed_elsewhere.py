@@ -81,7 +81,7 @@ def test_a_step_that_cannot_be_repeated_is_withheld_with_the_way_on(tmp_path: Pa
 
     monkeypatch.setattr(loop, "numerics", elsewhere)
     monkeypatch.setattr("gradveil.engine.guards.fingerprint", lambda tensors: "0" * 32)
-    monkeypatch.setattr("gradveil.engine.engine.fingerprint", lambda tensors: "0" * 32)
+    monkeypatch.setattr("gradveil.engine.setup.fingerprint", lambda tensors: "0" * 32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(PrivacyViolation, match="--new-noise"):
