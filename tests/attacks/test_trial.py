@@ -6,7 +6,7 @@ import pytest
 
 from gradveil.attacks.trial import AttackConfig, run
 from gradveil.cli import cli
-from gradveil.errors import ConfigError, RunDirectoryError, UnknownNameError
+from gradveil.errors import ConfigError, LedgerError, UnknownNameError
 from gradveil.training import data
 
 
@@ -111,5 +111,5 @@ def test_a_run_is_attacked_as_it_releases(tmp_path, capsys):
         cli(["attack", str(where), "--compare", "non-private,baseline", *few], standalone_mode=False)
     for checkpoint in (where / "checkpoints").iterdir():
         checkpoint.unlink()
-    with pytest.raises(RunDirectoryError, match="no checkpoint"):
+    with pytest.raises(LedgerError, match="missing"):
         cli(["attack", str(where), *few], standalone_mode=False)
