@@ -129,7 +129,8 @@ class CapturedStep:
         self._hidden.show()
         self._batch = None if last else this
         self._gathered.examples = count + (self._gathered.examples if begun else 0)
-        engine._batches.count(self._gathered.examples)
+        if engine._private is not None:
+            engine._batches.count(self._gathered.examples)
         finishing = last and self._finish.prepare() == "at once"
         totals: list[Tensor] = []
         start = 0

@@ -58,7 +58,7 @@ def outputs_agree(a: Tensor, b: Tensor) -> bool:
     a, b = a.detach().double(), b.detach().double()
     sizes = a.abs().nan_to_num(0.0, 0.0, 0.0)
     masks = are_masks(sizes)
-    parts = [slice(None)] if masks is None else [masks, ~masks]
+    parts: list[Any] = [...] if masks is None else [masks, ~masks]
     return all(
         torch.allclose(
             a[part], b[part], rtol=tolerance, atol=tolerance * float(sizes[part].max()) + 1e-30, equal_nan=True
