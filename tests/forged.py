@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradveil.accounting import ledger as ledgers
 from gradveil.accounting._ledger_lines import GENESIS, line
 from gradveil.training.run_directory import _facts_hash
 
@@ -17,12 +18,15 @@ Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 def rehash(run: Path, change: Change) -> Path:
     """Every body as ``change(kind, body)`` gives it, None to leave the line out; hashes and pins fit again."""
     ledger, head, heads, out = run / "ledger.jsonl", GENESIS, {}, []
+    releases = iter(ledgers.read(ledger).releases)
     for text in ledger.read_text().splitlines():
         entry = json.loads(text)
-        body = change(entry["kind"], entry["body"])
+        kind = "release" if isinstance(entry, list) else entry["kind"]
+        given = next(releases).to_dict() if kind == "release" else entry["body"]  # in full, as a first one is written
+        body = change(kind, json.loads(json.dumps(given)))
         if body is None:
             continue
-        written, head = line(len(out) + 1, entry["kind"], json.dumps(body, separators=(",", ":")), head)
+        written, head = line(len(out) + 1, kind, json.dumps(body, separators=(",", ":")), head)
         out.append(written)
         heads[len(out)] = head
     ledger.write_text("".join(out))

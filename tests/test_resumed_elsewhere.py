@@ -12,7 +12,7 @@ import torch
 from digits_runs import SEED, equal, interrupted, settings, tensors
 from gradveil.clipping.backends import layers, native
 from gradveil.errors import PrivacyViolation
-from gradveil.training import environment, loop
+from gradveil.training import environment, loop, session
 from gradveil.training.run_directory import RunDirectory
 
 
@@ -79,7 +79,7 @@ def test_a_step_that_cannot_be_repeated_is_withheld_with_the_way_on(tmp_path: Pa
     def elsewhere(device: torch.device) -> dict[str, Any]:
         return native_before(device) | {"torch": "1.0"}
 
-    monkeypatch.setattr(loop, "numerics", elsewhere)
+    monkeypatch.setattr(session, "numerics", elsewhere)
     monkeypatch.setattr("gradveil.engine.guards.fingerprint", lambda tensors: "0" * 32)
     monkeypatch.setattr("gradveil.engine.setup.fingerprint", lambda tensors: "0" * 32)
     with warnings.catch_warnings():

@@ -127,9 +127,9 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "changed": (_changed, "was changed after it was written"),
     "a line missing": (lambda data: b"".join(data.splitlines(True)[:2] + data.splitlines(True)[3:]), "does not follow"),
     "without its header": (lambda data: b"".join(data.splitlines(True)[1:]), "does not follow"),
-    "of another version": (lambda data: data.replace(b'"format_version":1', b'"format_version":9'), "line 1"),
+    "of another version": (lambda data: data.replace(b'"format_version":2', b'"format_version":9'), "line 1"),
     "whole, but of delta 5": (_of_delta_5, "delta 5.0"),
-    "whole, but of nonsense": (_of_nonsense, "does not fit together"),
+    "whole, but of nonsense": (_of_nonsense, "does not fit"),
 }
 
 

@@ -58,7 +58,7 @@ def test_a_gate_that_failed_does_not_pass_because_a_file_was_damaged(gradveil, r
         assert "no test accuracy was recorded" in done.out  # nothing is there that could not be read
     else:
         assert any(path.name in line for line in done.out.splitlines() if line.startswith("FAIL")), done.out
-    assert done.code == 1
+    assert done.code in (1, 4)  # 4 where the ledger names the file with another hash
     for command in ("compare", "report"):
         assert gradveil(command, run).code == 0
 

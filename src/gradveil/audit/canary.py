@@ -217,7 +217,7 @@ class _Auditor:
         self.weights[-1] = max(1.0, _LOUD * clip / float(shortest.min())) if len(shortest) else 1.0
         self._gradients = {name: g * self.weights.view(1, -1, *[1] * (g.dim() - 2)) for name, g in raw.items()}
         whitening = engine.rule.whitening
-        self._step = engine.step
+        self._step, self._sigma = engine.step, engine.rule.sigma(engine.step)  # before the rule learns from the release
         self._defence = ReleaseParams(
             groups=engine.groups,
             clip=engine.rule.bounds(engine.step),
@@ -243,7 +243,7 @@ class _Auditor:
         defence, engine = self._defence, self.engine
         assert defence.clip is not None
         facts = StepFacts(defence.clip, clip_stats, defence.groups, sums, float(engine.sampling.batch_size))
-        scale = noise_scale(engine.plan, self._step, facts, engine.rule.sigma(self._step))
+        scale = noise_scale(engine.plan, self._step, facts, self._sigma)
         side = engine.rule.side_releases(clip_stats, self._silence)
         return _World(self._noise_coordinates(sums), scale.stds, tuple(v for s in side for v in s.values))
 
