@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable
@@ -18,12 +19,18 @@ Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 def rehash(run: Path, change: Change) -> Path:
     """Every body as ``change(kind, body)`` gives it, None to leave the line out; hashes and pins fit again."""
     ledger, head, heads, out = run / "ledger.jsonl", GENESIS, {}, []
-    releases = iter(ledgers.read(ledger).releases)
+    releases, changed = iter(ledgers.read(ledger).releases), False
     for text in ledger.read_text().splitlines():
         entry = json.loads(text)
         kind = "release" if isinstance(entry, list) else entry["kind"]
         given = next(releases).to_dict() if kind == "release" else entry["body"]  # in full, as a first one is written
         body = change(kind, json.loads(json.dumps(given)))
+        changed = changed or body != json.loads(json.dumps(given))
+        if not changed:  # the line stays as it is, and so does its hash
+            head = base64.urlsafe_b64decode(entry[2] + "=").hex() if isinstance(entry, list) else entry["hash"]
+            out.append(text + "\n")
+            heads[len(out)] = head
+            continue
         if body is None:
             continue
         written, head = line(len(out) + 1, kind, json.dumps(body, separators=(",", ":")), head)

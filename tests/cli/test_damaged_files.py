@@ -209,5 +209,5 @@ def test_pictures_that_are_no_images_are_said_on_the_page(gradveil, run):
         run / "attacks" / "map-made-up" / "pictures.npz", **{"0/found": np.zeros(3), "0/original": np.zeros((1, 1))}
     )
     assert gradveil("report", run, "--examples", "1").code == 0
-    assert "Its pictures cannot be read" in (run / "report.html").read_text()
+    assert "Its images cannot be read" in (run / "report.html").read_text()
     assert not read_run(run).problems

@@ -100,18 +100,16 @@ def verify(root: Path, contents: Contents, keys: Path) -> Signature:
 
 
 def lines_after(root: Path, contents: Contents, head: str) -> list[tuple[str, str]] | None:
-    """Kind, and file if it names one, of each line after the one with this hash; None if no line has it.
-
-    ``contents`` was read and verified, so each line's own word for its hash is right.
-    """
+    """Kind, and file if it names one, of each line after the one with this hash; None if no line has it."""
     found: list[tuple[str, str]] | None = None
     for number, raw in enumerate(_files.read_lines(root / FILE_NAME), start=1):
         if number > contents.length:
             break
-        entry = json.loads(raw)
         if found is not None:
-            found.append((str(entry["kind"]), str(entry["body"].get("path", ""))))
-        elif entry["hash"].startswith(head):
+            entry = json.loads(raw)
+            short = isinstance(entry, list)  # a release, as what it does not share with the one before
+            found.append(("next", "") if short else (str(entry["kind"]), str(entry["body"].get("path", ""))))
+        elif contents.hashes[number - 1].startswith(head):
             found = []
     return found
 
