@@ -89,7 +89,8 @@ def commands() -> str:
 
     def pages(command: click.Command, parent: click.Context | None) -> list[str]:
         name = str(command.name) if parent is not None else "gradveil"
-        ctx = click.Context(command, info_name=name, parent=parent, terminal_width=100, max_content_width=100)
+        settings = {**command.context_settings, "terminal_width": 100, "max_content_width": 100}
+        ctx = click.Context(command, info_name=name, parent=parent, **settings)
         inner = (
             [command.get_command(ctx, n) for n in command.list_commands(ctx)]
             if isinstance(command, click.Group)

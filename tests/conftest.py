@@ -20,3 +20,4 @@ settings.load_profile("project")
 def _repeatable() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    torch.set_autocast_enabled("cpu", False)  # what one test leaves on must not be another's
