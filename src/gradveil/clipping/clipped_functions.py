@@ -152,11 +152,7 @@ class TrackedForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = self.clipper.call
-        if not call.is_followed:
-            return self.plain(*args, **kwargs)
-        if self.clipper.sharded:  # begun and ended by hooks
-            return call.run(self.plain, args, kwargs) if call.is_under_way else self.plain(*args, **kwargs)
-        return call(self.plain, args, kwargs)
+        return call.run(self.plain, args, kwargs) if call.is_under_way else self.plain(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return _plain_forward, (self.clipper.module, self._own)

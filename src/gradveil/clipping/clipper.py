@@ -116,11 +116,11 @@ class Clipper:
         ]
         self._own_forward = vars(module).get("forward")
         module.forward = TrackedForward(self, self._own_forward)
-        if self.sharded:  # before its parameters are gathered, and after: model and checks call it by themselves
-            self._handles += [
-                module.register_forward_pre_hook(ModelHook(self._begin_apart), prepend=True, with_kwargs=True),
-                module.register_forward_hook(ModelHook(self._end_apart), with_kwargs=True, always_call=True),
-            ]
+        # Around what others wrap the forward in (accelerate's autocast, FSDP): checks call the model by themselves.
+        self._handles += [
+            module.register_forward_pre_hook(ModelHook(self._begin_apart), prepend=True, with_kwargs=True),
+            module.register_forward_hook(ModelHook(self._end_apart), with_kwargs=True, always_call=True),
+        ]
 
     # ---- attaching and detaching
 

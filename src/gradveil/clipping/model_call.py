@@ -61,18 +61,6 @@ class ModelCall:
         """Whether the call of the model under way is followed."""
         return self.current is not None and self.is_followed
 
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The whole call."""
-        given = self.begin(args, kwargs)
-        if given is not None:
-            args, kwargs = given
-        try:
-            output = self.run(forward, args, kwargs)
-        except BaseException:
-            self.give_up()
-            raise
-        return self.end(args, kwargs, output)
-
     # ---- before the forward
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
