@@ -14,7 +14,9 @@ from machine import description, write
 from gradveil.accounting import Setting, Target, calibrate_sigma, choose_filters, planned_epsilon
 
 EPSILONS, DELTA = (0.5, 1.0, 2.0, 3.0), 1e-5
-RUNS = ((0.01, 10_000), (0.01, 2_500), (0.04, 1_200), (0.1, 600), (0.2, 300), (1.0, 50))  # sample rate, steps
+# Sample rate, steps. The last three have few steps with little noise, where one order describes the loss badly.
+RUNS = ((0.01, 10_000), (0.01, 2_500), (0.04, 1_200), (0.1, 600), (0.2, 300), (1.0, 50))
+RUNS += ((0.01, 1_000), (0.1, 60), (0.01, 100))
 
 
 def cell(rate: float, steps: int, epsilon: float) -> dict[str, float]:
